@@ -1,0 +1,94 @@
+"""Fixtures that several test files share: a database of one's own, a server of one's own, real daemons."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Daemon, daemons
+from tests.servers import PrivateCluster, Server, private_clusters, session_server
+from worker.cluster import start_or_adopt
+from worker.server_programs import server_account
+
+# The controller starts the server before xdist starts its workers, which find it here.
+HANDED_DOWN = "RELIABLE_WORKER_TEST_SERVER"
+
+SERVER = pytest.StashKey[Server]()
+CLOSING = pytest.StashKey[contextlib.ExitStack]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    if handed_down := os.environ.get(HANDED_DOWN):
+        config.stash[SERVER] = Server(**json.loads(handed_down))
+    elif not config.option.collectonly:
+        config.stash[CLOSING] = contextlib.ExitStack()
+        server = config.stash[CLOSING].enter_context(session_server(os.environ))
+        config.stash[SERVER] = server
+        os.environ[HANDED_DOWN] = json.dumps(dataclasses.asdict(server))
+        config.stash[CLOSING].callback(os.environ.pop, HANDED_DOWN)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if CLOSING in config.stash:
+        config.stash[CLOSING].close()
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    server = config.stash.get(SERVER, None)
+    return f"PostgreSQL: {server.version} ({server.origin})" if server else None
+
+
+@pytest.fixture(scope="session")
+def server(pytestconfig: pytest.Config) -> Server:
+    """The server that all tests share; tests change nothing in it beyond their own database and roles."""
+    return pytestconfig.stash[SERVER]
+
+
+@pytest.fixture
+def database_url(server: Server) -> Iterator[str]:
+    """A fresh database with the schema, as superuser."""
+    with server.database(template=server.template) as url:
+        yield url
+
+
+@pytest.fixture
+def empty_database_url(server: Server) -> Iterator[str]:
+    """A fresh database with nothing in it, as superuser."""
+    with server.database() as url:
+        yield url
+
+
+@pytest.fixture
+def private_cluster() -> Iterator[Callable[..., PrivateCluster]]:
+    """`private_cluster(**settings)`: a server to crash, alter or stop."""
+    with private_clusters() as make:
+        yield make
+
+
+@pytest.fixture
+def data_dir() -> Iterator[Path]:
+    """For `--embedded --data-dir`: not made yet, open to the server's user; what runs there is ended."""
+    parent = server_account(Path("/nonexistent")).temporary_directory("rw-test-")
+    if os.geteuid() == 0:
+        parent.chmod(0o711)
+    directory = parent / "data"
+    yield directory
+    if (directory / "postgresql" / "PG_VERSION").exists():
+        start_or_adopt(directory).stop()
+    shutil.rmtree(parent)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+    """`daemon(*arguments, DATABASE_URL=…, WORKERS=…)`: a real `worker run` process, killed after the test."""
+    with daemons(tmp_path) as start:
+        yield start

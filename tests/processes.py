@@ -1,0 +1,169 @@
+"""Real processes under test, and waiting for facts about them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parent.parent
+LOOK_AGAIN_SECONDS = 0.02
+
+T = TypeVar("T")
+
+
+def wait_for(fact: Callable[[], T], timeout_seconds: float = 10) -> T:
+    """The first true answer of `fact`, in which an AssertionError means: not yet. Fails after the time."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        answer, doubt = _ask(fact)
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise _never(fact, timeout_seconds, answer) from doubt
+        time.sleep(LOOK_AGAIN_SECONDS)
+
+
+async def await_for(fact: Callable[[], T | Awaitable[T]], timeout_seconds: float = 10) -> T:
+    """The same inside a running loop, which goes on meanwhile; `fact` may be a coroutine function."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        answer, doubt = _ask(fact)
+        if inspect.isawaitable(answer):
+            try:
+                answer = await answer
+            except AssertionError as error:
+                answer, doubt = None, error
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise _never(fact, timeout_seconds, answer) from doubt
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+
+
+def _ask(fact: Callable[[], T]) -> tuple[T | None, AssertionError | None]:
+    try:
+        return fact(), None
+    except AssertionError as error:
+        return None, error
+
+
+def _never(fact: Callable[..., object], timeout_seconds: float, answer: object) -> AssertionError:
+    name = getattr(fact, "__qualname__", repr(fact))
+    return AssertionError(f"{name} was not true within {timeout_seconds:g} s; last answer: {answer!r}")
+
+
+class Daemon:
+    """A process that logs JSON lines on standard output. Its output goes to files, so it never blocks."""
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str], directory: Path, name: str) -> None:
+        self.stdout_path = directory / f"{name}.stdout"
+        self.stderr_path = directory / f"{name}.stderr"
+        # If the test run is killed no process of it stays behind.
+        setpriv = shutil.which("setpriv")
+        prefix = (setpriv, "--pdeathsig", "KILL", "--") if setpriv else ()
+        with open(self.stdout_path, "wb") as stdout, open(self.stderr_path, "wb") as stderr:
+            self.process = subprocess.Popen(
+                (*prefix, *command),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environ,
+                cwd=directory,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Its log so far. A line that is no JSON object fails the test: the contract is one object a line."""
+        text = self.stdout_path.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        events = []
+        for line in whole.splitlines():
+            event = json.loads(line)
+            assert isinstance(event, dict), line
+            events.append(event)
+        return events
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_path.read_text()
+
+    def find(self, event: str, **fields: object) -> list[dict[str, Any]]:
+        """The events of this name, and with these fields, so far."""
+        wanted = {"event": event, **fields}
+        return [entry for entry in self.events if wanted.items() <= entry.items()]
+
+    def wait_for_event(self, event: str, timeout_seconds: float = 10, **fields: object) -> dict[str, Any]:
+        """The first such event; fails at once when the process ends without it."""
+
+        def logged_or_ended() -> bool:
+            # In this order: what it logged last is there once it has ended.
+            ended = self.process.poll() is not None
+            return bool(self.find(event, **fields)) or ended
+
+        try:
+            wait_for(logged_or_ended, timeout_seconds)
+            return self.find(event, **fields)[0]
+        except (AssertionError, IndexError):
+            tail = "\n".join(self.stdout_path.read_text().splitlines()[-20:])
+            status = self.process.returncode
+            message = f"no {event} {fields or ''} from pid {self.pid} (exit status {status})"
+            raise AssertionError(f"{message}\n{tail}\n{self.stderr}") from None
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_seconds: float = 30) -> int:
+        """Its exit status; negative when a signal ended it."""
+        return self.process.wait(timeout=timeout_seconds)
+
+    def stop(self, timeout_seconds: float = 30) -> int:
+        """SIGTERM, and its exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        """End it and all it has started; also when it is stopped (SIGSTOP) or has ended already."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait(timeout=10)
+
+
+@contextlib.contextmanager
+def daemons(directory: Path) -> Iterator[Callable[..., Daemon]]:
+    """A factory of `worker run` processes, called with arguments of `run` and variables by name."""
+    started: list[Daemon] = []
+
+    def start(*arguments: str, **variables: str) -> Daemon:
+        command = (sys.executable, "-m", "worker", "run", *arguments)
+        name = f"daemon-{len(started) + 1}"
+        started.append(Daemon(command, environment(directory, **variables), directory, name))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+
+
+def environment(directory: Path, **variables: str) -> dict[str, str]:
+    """What a process under test sees: nothing of ours but the way to Python and to this checkout."""
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    ours = {"WORKER_RUNTIME_DIR": str(directory), "PYTHONPATH": f"{ROOT}{os.pathsep}{directory}"}
+    return inherited | ours | variables

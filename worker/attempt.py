@@ -1,0 +1,253 @@
+"""Attempt: one handler, run under its lease, brought to an outcome.
+
+The handler runs in a task of its own. It is told to stop (cancelled, with `job.cancel_reason` set) when the keeper says that the
+lease is gone, when the lease is no longer trusted, at its time-out, or at the end of a shutdown's grace. What cannot be stopped
+(a thread, a handler deaf to cancellation) gets its outcome decided without it, keeps its slot until it really ends, and can
+write nothing meanwhile: the fence sees to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+from worker import events, logs
+from worker.clock import local_seconds
+from worker.domain import (
+    Abandoned,
+    AlreadyApplied,
+    CancelReason,
+    Committed,
+    Outcome,
+    Released,
+    Snoozed,
+    Succeeded,
+    failure,
+)
+from worker.domain_json import encode_json
+from worker.errors import Discard, EffectAlreadyApplied, Retry, Snooze
+from worker.handlers import Kind
+from worker.holding import Held, Phase
+from worker.job import Job
+
+if TYPE_CHECKING:
+    from worker.job import Surroundings
+
+_LOST: frozenset[CancelReason | None] = frozenset({"lease_lost", "lease_untrusted", "cancelled"})
+_EARLY_SECONDS = 0.001  # timers may fire this much before their time
+
+
+class Attempt:
+    """One run of a handler. `await outcome()`, hand it over, then `await ended()` before the slot is used again."""
+
+    def __init__(
+        self,
+        held: Held,
+        kind: Kind[object],
+        *,
+        surroundings: Surroundings,
+        resources: object,
+        timeout_seconds: float,
+        deaf_seconds: float,
+        executor: Executor,
+    ) -> None:
+        self.held = held
+        self.reason: CancelReason | None = None
+        self._kind = kind
+        self._surroundings = surroundings
+        self._resources = resources
+        self._timeout_seconds = timeout_seconds
+        self._deaf_seconds = deaf_seconds
+        self._executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._decided: asyncio.Future[Outcome] = self._loop.create_future()
+        self._job: Job[object] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """True once the handler has really ended."""
+        return self._task is None or self._task.done()
+
+    async def outcome(self) -> Outcome:
+        """Run the handler; what the attempt came to. The handler may still be running if it could not be stopped."""
+        held = self.held
+        held.started_at = local_seconds()
+        try:
+            payload = self._kind.read(held.job.payload)
+        except Exception as error:
+            return failure(error)
+        self._deadline = held.started_at + self._timeout_seconds
+        held.renew_until = self._deadline
+        self._job = held.job_object = Job(
+            held,
+            payload,
+            resources=self._resources,
+            surroundings=self._surroundings,
+            deadline=self._deadline,
+            in_thread=not self._kind.is_async,
+        )
+        held.on_lost = self._lost_elsewhere
+        self._task = self._loop.create_task(self._run(), name=f"attempt {held.job.id}/{held.job.fence}")
+        self._watch()
+        try:
+            return await self._decided
+        finally:
+            held.on_lost = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def ended(self) -> None:
+        """Wait until the handler has really ended."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait({self._task})
+
+    # --- the handler's task
+
+    async def _run(self) -> None:
+        held, job = self.held, self._job
+        assert job is not None
+        if held.lost is not None:
+            return self._decide(Abandoned(reason=held.lost))
+        if not self._surroundings.may_start():
+            return self._decide(Released(reason="not_started"))
+        if local_seconds() >= held.trusted_until:
+            return self._decide(Abandoned(reason="lease_untrusted"))
+        held.phase = Phase.RUNNING
+        try:
+            if self._kind.is_async:
+                value = await self._kind.function(job)  # type: ignore[misc]  # is_async says that it is awaitable
+            else:
+                context = contextvars.copy_context()
+                value = await self._loop.run_in_executor(
+                    self._executor, context.run, self._kind.function, job
+                )
+            outcome = self._returned(job, value)
+        except BaseException as error:
+            # The edge of the user's code. A cancellation ends here because this task is the attempt, and whoever cancels it
+            # (only this class does) wants an outcome; SystemExit and KeyboardInterrupt are that job's failure.
+            outcome = self._raised(job, error)
+        return self._decide(outcome)
+
+    def _returned(self, job: Job[object], value: object) -> Outcome:
+        if job._committed:
+            return Committed()
+        if self.reason in _LOST:
+            return Abandoned(reason=self.reason)  # type: ignore[arg-type]
+        if self.reason == "timeout":
+            return self._timed_out()
+        try:
+            result = None if value is None else encode_json(value, "result")
+        except (TypeError, ValueError) as error:
+            return failure(error)
+        return Succeeded(result=result, effects=tuple(job._effects))
+
+    def _raised(self, job: Job[object], error: BaseException) -> Outcome:
+        if job._committed:
+            if not isinstance(error, asyncio.CancelledError) or self.reason is None:
+                row = self.held.job
+                logs.emit(
+                    events.HANDLER_FAILED_AFTER_COMMIT,
+                    job_id=row.id,
+                    kind=row.kind,
+                    queue=row.queue,
+                    attempt=row.attempt,
+                    fence=row.fence,
+                    exception=error,
+                )
+            return Committed()
+        lost = self.held.lost or self.reason
+        if lost in _LOST:
+            return Abandoned(reason=lost)  # type: ignore[arg-type]
+        match error:
+            case _ if self.reason == "timeout":
+                return self._timed_out(error)
+            case Snooze() if _is_delay(error.seconds):
+                return Snoozed(seconds=float(error.seconds))
+            case Retry() if _is_delay(error.after_seconds):
+                return failure(error, after_seconds=float(error.after_seconds))
+            case Discard():
+                return failure(error, final=True)
+            case EffectAlreadyApplied() if job._transaction_used:
+                return AlreadyApplied()
+            case _ if self.reason == "shutdown":
+                return Released(reason="shutdown")
+        return failure(error)
+
+    def _timed_out(self, error: BaseException | None = None) -> Outcome:
+        late = TimeoutError(f"not done after {self._timeout_seconds:g} s")
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            late.__cause__ = error
+        return failure(late, outcome="timeout")
+
+    def _decide(self, outcome: Outcome) -> None:
+        if not self._decided.done():
+            self._decided.set_result(outcome)
+
+    # --- being told to stop
+
+    def stop(self, reason: CancelReason) -> None:
+        """Tell the handler to stop. The first reason stays, except that a lost lease overrules a shutdown."""
+        if self._decided.done() or self._task is None:
+            return
+        assert self._job is not None
+        if self.reason is None or (self.reason == "shutdown" and reason in _LOST):
+            self.reason = self._job.cancel_reason = reason
+        if self.held.phase is Phase.WAITING:  # a task that is cancelled before its first step never takes it
+            self._decide(Released(reason="not_started") if reason == "shutdown" else Abandoned(reason=reason))
+        if self._kind.is_async:
+            self._task.cancel(reason)
+            if reason == "timeout":
+                self._timer = self._loop.call_later(self._deaf_seconds, self._give_up)
+            elif reason in _LOST:
+                self._decide_lost(reason)
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Decide without the handler, which has not ended: it can write nothing any more."""
+        assert self._job is not None
+        if self._job._committed or self.held.phase is Phase.OWN_TRANSACTION:
+            return  # its COMMIT decides
+        if self.reason == "timeout":
+            self._decide(self._timed_out())
+        elif self.reason in _LOST:
+            self._decide_lost(self.reason)
+
+    def _decide_lost(self, reason: CancelReason | None) -> None:
+        assert self._job is not None and reason is not None
+        if not self._job._committed and self.held.phase is not Phase.OWN_TRANSACTION:
+            self._decide(Abandoned(reason=reason))
+
+    def _lost_elsewhere(self, reason: CancelReason) -> None:
+        """Called by the keeper's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.stop, reason)
+        except RuntimeError:
+            pass  # the loop has ended, and the handler with it
+
+    def _watch(self) -> None:
+        """Stop the handler at its time-out, or when the lease is no longer trusted; look again if the trust has moved on."""
+        if self._decided.done():
+            return
+        now = local_seconds() + _EARLY_SECONDS
+        if now >= self._deadline:
+            self.stop("timeout")
+            return
+        until = self._deadline
+        if self.held.phase is not Phase.OWN_TRANSACTION:
+            if now >= self.held.trusted_until:
+                self.stop("lease_untrusted")
+                return
+            until = min(until, self.held.trusted_until)
+        else:
+            until = min(until, now + 1.0)  # the trust counts again if that transaction rolls back
+        self._timer = self._loop.call_later(until - now + _EARLY_SECONDS, self._watch)
+
+
+def _is_delay(seconds: object) -> bool:
+    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= 30 * 86_400

@@ -1,0 +1,417 @@
+"""The claimer: one a process, it turns free slots into claimed jobs.
+
+It asks for the free slots plus what they will finish while the answer travels (Little: rate x round trip x 2), so that long jobs
+are never claimed early and short ones never waited for. Each place (queue and priority) has a cursor; what sorts before it (late
+commits, released and reaped jobs) and new places are found by a survey of the index from its start: as often as it is cheap
+(5 % of the time), and every 5 s at least.
+
+Without work it says that it is hungry, looks once more, and waits: for a notification, a freed slot, the next due job, or the poll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from worker import events, logs
+from worker.clock import local_seconds
+from worker.domain import ClaimedJob, Lease
+from worker.holding import Held, Holdings
+from worker.patience import Patience
+from worker.store import claiming
+from worker.store.claiming import LIMITS, START, Cursor
+from worker.store.connection import DATABASE_ERRORS, read_moments_as_microseconds, sqlstate
+from worker.store.leasing import set_hungry
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database, Lane, Pool
+
+SURVEY_SHARE = 0.05
+SURVEY_AT_LEAST_EVERY_SECONDS = 5.0
+SURVEY_WHILE_FULL_SECONDS = 0.05
+HUNGRY_AFTER_SECONDS = 0.1
+HUNGRY_FLIP_SECONDS = 1.0
+PAYLOAD_BYTES_A_CLAIM = 16 * 1024 * 1024
+PAYLOAD_BYTES_AHEAD = 32 * 1024 * 1024
+_FIRST_POLLS_SECONDS = (0.02, 0.05, 0.1, 0.25)
+
+
+class Slots(Protocol):
+    """What the pool tells the claimer."""
+
+    def free(self) -> int:
+        """Worker tasks that wait for a job."""
+
+    def waiting(self) -> int:
+        """Claimed jobs that no task has taken yet."""
+
+    def waiting_bytes(self) -> int:
+        """Their payloads."""
+
+    def finished(self) -> int:
+        """Attempts that have ended since the start."""
+
+    def suspect_runs(self) -> bool:
+        """Whether a job that lost a process before is among those held."""
+
+    def put(self, jobs: list[Held]) -> None:
+        """Jobs to run, in this order."""
+
+
+@dataclass(slots=True)
+class Place:
+    """One range of the ready index."""
+
+    queue: str
+    priority: int
+    cursor: Cursor = START
+    due_at: float = 0.0
+    """Local moment from which a claim is worth while; infinite: it was found empty."""
+
+
+class Claimer:
+    """Runs in the loop of the handlers; everything but `stop` and `wake` belongs to `run`."""
+
+    def __init__(
+        self,
+        database: Database,
+        lane: Lane,
+        pool: Pool,
+        *,
+        owner: str,
+        queues: Sequence[str],
+        lease: Lease,
+        holdings: Holdings,
+        slots: Slots,
+        batch: int,
+        claim_timeout_seconds: float,
+        poll_seconds: float,
+        on_trouble: Callable[[], None],
+    ) -> None:
+        self._database = database
+        self._lane = lane
+        self._pool = pool
+        self._owner = owner
+        self._queues = list(queues)
+        self._lease = lease
+        self._holdings = holdings
+        self._slots = slots
+        self._batch = batch
+        self._claim_timeout_seconds = claim_timeout_seconds
+        self._poll_seconds = poll_seconds
+        self._on_trouble = on_trouble
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._connection: Connection | None = None
+        self._patience = Patience(events.CLAIM_FAILED)
+        self._places = {(queue, 0): Place(queue, 0) for queue in queues}
+        self._suspects: list[Place] = []
+        self._next_survey_at = 0.0
+        self._survey_allowed_at = 0.0
+        self._turn = 0
+        self._rate = 0.0
+        self._round_trip_seconds = 0.002
+        self._measured = (local_seconds(), 0)
+        self._hungry = False
+        self._hungry_since = 0.0
+        self._wanting_since: float | None = None
+        self._polls = 0
+        self._lost: list[tuple[int, float]] = []
+        self.passed_at = local_seconds()
+        """When the loop last got an answer, or found that it needs none: for the health check."""
+        self.first_pass = asyncio.Event()
+        """Set once the table has been looked at: the process is ready."""
+        self.low_water = 0
+        """Wake the claimer when no more than this many claimed jobs wait."""
+
+    @property
+    def is_hungry(self) -> bool:
+        """Whether an INSERT should send a notification."""
+        return self._hungry
+
+    def stop(self) -> None:
+        """Claim nothing more. A claim in flight is awaited; the pool returns what it brings."""
+        self._stopping = True
+        self._wake.set()
+
+    def wake(self, *, notified: bool = False) -> None:
+        """Look now: a slot has become free, or (`notified`) jobs have appeared, perhaps behind the cursors."""
+        if notified:
+            self._next_survey_at = min(self._next_survey_at, self._survey_allowed_at)
+            self._polls = 0
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Claim until `stop`. Waits out an absent database; anything else that it raises is a bug."""
+        while not self._stopping:
+            self._wake.clear()
+            wish = self._wish()
+            if wish == 0:
+                self._wanting_since = None
+                self.passed_at = local_seconds()
+                await self._wait(None)
+                continue
+            try:
+                async with asyncio.timeout(
+                    self._claim_timeout_seconds * 2 + self._database.connect_timeout_seconds
+                ):
+                    await self._recover_lost_claims()
+                    wait_seconds = await self._round(wish)
+            except DATABASE_ERRORS as error:
+                self._connection = None
+                self._lane.drop()
+                self._next_survey_at = 0.0
+                self._on_trouble()
+                await self._pause(self._patience.delay_seconds(error))
+                continue
+            self._patience.reset()
+            self.first_pass.set()
+            self.passed_at = local_seconds()
+            if wait_seconds > 0:
+                await self._wait(wait_seconds)
+
+    # --- how much
+
+    def _wish(self) -> int:
+        """How many jobs to ask for now; 0 when enough is at hand."""
+        free, waiting = self._slots.free(), self._slots.waiting()
+        ahead = self._ahead()
+        wish = min(free + ahead - waiting, self._batch)
+        if waiting < free:
+            self.low_water = ahead
+            return wish
+        # Enough for the moment: ask again when half of what is kept ahead has gone, or a full batch fits.
+        enough = min(self._batch, max(ahead // 2, 1))
+        self.low_water = max(free + ahead - enough, 0)
+        return wish if wish >= enough else 0
+
+    def _ahead(self) -> int:
+        if (
+            self._batch == 1
+            or self._slots.suspect_runs()
+            or self._slots.waiting_bytes() >= PAYLOAD_BYTES_AHEAD
+        ):
+            return 0
+        if any(place.due_at <= local_seconds() for place in self._suspects):
+            return 0  # let the inbox run empty, so that a suspect takes nobody with it
+        return min(int(self._rate * self._round_trip_seconds * 2), 2 * self._batch)
+
+    def _measure(self, sent_at: float) -> None:
+        now = local_seconds()
+        then, finished_then = self._measured
+        finished = self._slots.finished()
+        if now > then:
+            self._rate += 0.3 * ((finished - finished_then) / (now - then) - self._rate)
+        self._measured = (now, finished)
+        self._round_trip_seconds += 0.3 * (now - sent_at - self._round_trip_seconds)
+
+    # --- one round
+
+    async def _round(self, wish: int) -> float:
+        """Ask for `wish` jobs, one statement a place until enough came; returns how long to wait before the next round."""
+        connection = await self._ready_connection()
+        now = local_seconds()
+        if now >= self._next_survey_at:
+            await self._survey(connection)
+        elif not any(place.due_at <= now for place in self._places.values()):
+            for place in self._places.values():
+                place.due_at = min(place.due_at, now)  # behind the cursors, which costs next to nothing
+        taken = await self._claim_suspect(connection)
+        for place in self._in_turn():
+            if taken >= wish or self._stopping:
+                break
+            taken += await self._claim_place(connection, place, wish - taken)
+        if taken == 0:
+            return await self._idle(connection)
+        self._wanting_since = None
+        self._polls = 0
+        if taken >= wish and self._hungry and now - self._hungry_since >= HUNGRY_FLIP_SECONDS:
+            await self._say_hungry(connection, False)
+        return 0
+
+    async def _ready_connection(self) -> Connection:
+        connection = await self._lane.get()
+        if connection is not self._connection:
+            await read_moments_as_microseconds(connection)
+            self._connection = connection
+        return connection
+
+    async def _survey(self, connection: Connection) -> None:
+        """Look from the start of the index: which places have jobs, since when, and whether any stand behind a cursor."""
+        asked_at = local_seconds()
+        async with self._limit():
+            found = await claiming.survey(connection, self._database, self._queues)
+        now = local_seconds()
+        pause_seconds = min((now - asked_at) / SURVEY_SHARE, SURVEY_AT_LEAST_EVERY_SECONDS)
+        self._survey_allowed_at = now + pause_seconds
+        self._next_survey_at = now + max(pause_seconds, SURVEY_WHILE_FULL_SECONDS)
+        for place in self._places.values():
+            place.due_at = math.inf
+        self._suspects = []
+        for range in found:
+            due_at = now + range.due_in_seconds if range.due_in_seconds > 0 else 0.0
+            if range.suspect:
+                self._suspects.append(Place(range.queue, range.priority, due_at=due_at))
+                continue
+            place = self._places.setdefault((range.queue, range.priority), Place(range.queue, range.priority))
+            place.due_at = due_at
+            if range.first <= place.cursor:
+                place.cursor = START  # somebody stands behind the cursor: start over
+
+    def _in_turn(self) -> list[Place]:
+        """The places that may have due jobs: queues in turn, higher priorities first within each."""
+        now = local_seconds()
+        due = [place for place in self._places.values() if place.due_at <= now]
+        if len(due) > 1:
+            self._turn += 1
+            count = len(self._queues)
+            order = {queue: (number - self._turn) % count for number, queue in enumerate(self._queues)}
+            due.sort(key=lambda place: (order[place.queue], -place.priority))
+        return due
+
+    async def _claim_place(self, connection: Connection, place: Place, wish: int) -> int:
+        limit = next(limit for limit in LIMITS if limit <= wish)
+        sent_at = local_seconds()
+        claim = claiming.claim(
+            connection,
+            self._database,
+            queue=place.queue,
+            priority=place.priority,
+            limit=limit,
+            owner=self._owner,
+            lease_seconds=self._lease.seconds,
+            cursor=place.cursor,
+            payload_bytes=max(
+                min(PAYLOAD_BYTES_A_CLAIM, PAYLOAD_BYTES_AHEAD - self._slots.waiting_bytes()), 1
+            ),
+        )
+        jobs = await self._uncertain(connection, claim)
+        if jobs:
+            place.cursor = Cursor(jobs[-1].available_at, jobs[-1].id)
+            self._take(jobs, sent_at)
+            self._measure(sent_at)
+        if len(jobs) < limit:
+            # Empty behind the cursor, or the payloads were large; what stands before it is found by the next survey.
+            place.due_at = math.inf
+            self._next_survey_at = min(self._next_survey_at, self._survey_allowed_at)
+        return len(jobs)
+
+    async def _claim_suspect(self, connection: Connection) -> int:
+        """One suspect at a time, and only when nothing waits beside it."""
+        now = local_seconds()
+        due = [place for place in self._suspects if place.due_at <= now]
+        if not due or self._slots.suspect_runs() or self._slots.waiting() > 0:
+            return 0
+        place = max(due, key=lambda place: place.priority)
+        sent_at = local_seconds()
+        claim = claiming.claim_suspect(
+            connection,
+            self._database,
+            queue=place.queue,
+            priority=place.priority,
+            owner=self._owner,
+            lease_seconds=self._lease.seconds,
+        )
+        jobs = await self._uncertain(connection, claim)
+        self._suspects.remove(place)
+        self._take(jobs, sent_at)
+        return len(jobs)
+
+    def suspect_ended(self) -> None:
+        """There may be another one, and what is claimed ahead may grow again: look at once."""
+        self._next_survey_at = 0.0
+        self._wake.set()
+
+    def _take(self, jobs: list[ClaimedJob], sent_at: float) -> None:
+        trusted_until = self._lease.trusted_until(sent_at)
+        held = [Held(job, trusted_until) for job in jobs]
+        for one in held:
+            self._holdings.add(one)
+        self._slots.put(held)
+
+    def _limit(self) -> asyncio.Timeout:
+        return asyncio.timeout(self._claim_timeout_seconds)
+
+    # --- nothing to do
+
+    async def _idle(self, connection: Connection) -> float:
+        """Nothing is due: say so after a while, and return how long to wait."""
+        now = local_seconds()
+        if self._wanting_since is None:
+            self._wanting_since = now
+        if not self._hungry and now - self._wanting_since >= HUNGRY_AFTER_SECONDS:
+            await self._say_hungry(connection, True)
+            self._next_survey_at = min(self._next_survey_at, self._survey_allowed_at)
+            return 0  # once more: what was committed before the flag was set has notified nobody
+        seconds = self._poll_seconds * random.uniform(0.8, 1.2)
+        if self._polls < len(_FIRST_POLLS_SECONDS):
+            seconds = min(_FIRST_POLLS_SECONDS[self._polls], self._poll_seconds)
+        self._polls += 1
+        due_at = min([place.due_at for place in (*self._places.values(), *self._suspects)], default=math.inf)
+        return min(seconds, max(due_at - now, 0.001))
+
+    async def _say_hungry(self, connection: Connection, hungry: bool) -> None:
+        async with self._limit():
+            await set_hungry(connection, self._database, process_id=self._owner, hungry=hungry)
+        self._hungry, self._hungry_since = hungry, local_seconds()
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Until somebody wakes the claimer, or the time is over."""
+        if self._stopping:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait out trouble: only a stop ends it early."""
+        until = local_seconds() + seconds
+        while not self._stopping and (remaining := until - local_seconds()) > 0:
+            self._wake.clear()
+            await self._wait(remaining)
+
+    # --- an answer that never came
+
+    async def _uncertain(
+        self, connection: Connection, claim: Awaitable[list[ClaimedJob]]
+    ) -> list[ClaimedJob]:
+        """Await a claim under its limit; if its answer is lost, remember the server process, which may still commit it."""
+        pid = connection.get_server_pid()
+        try:
+            async with self._limit():
+                return await claim
+        except BaseException as error:
+            if sqlstate(error) is None or connection.is_closed():
+                self._lost.append((pid, local_seconds()))
+            raise
+
+    async def _recover_lost_claims(self) -> None:
+        """Give back what claims without an answer have taken. No claim of this process is in flight here."""
+        if not self._lost:
+            return
+        settled_after_seconds = self._claim_timeout_seconds * 2 if self._database.pooler else 0.0
+        async with self._pool.acquire(timeout_seconds=self._claim_timeout_seconds) as connection:
+            gone = [
+                (pid, since)
+                for pid, since in self._lost
+                if local_seconds() - since >= settled_after_seconds
+                and not await claiming.backend_lives(connection, pid=pid)
+            ]
+            held = self._holdings.keys()
+            for job in await claiming.recover(connection, self._database, owner=self._owner, held=held):
+                logs.emit(
+                    events.JOB_RELEASED,
+                    job_id=job.id,
+                    kind=job.kind,
+                    queue=job.queue,
+                    attempt=job.attempt,
+                    fence=job.fence,
+                    reason="claim_lost",
+                )
+        self._lost = [one for one in self._lost if one not in gone]

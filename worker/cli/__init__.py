@@ -1,0 +1,95 @@
+"""The commands: they parse, print, and turn what went wrong into an exit status.
+
+0 done · 1 the answer is no, or something broke · 2 wrong usage or input · 69 the database cannot be reached ·
+78 the configuration, the schema or a grant has to be changed first. `worker run` has 75 besides: stopped, but
+something was left to lease expiry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import asyncpg
+import typer
+from typer.core import TyperGroup
+
+from worker.cli import demo, enqueue, jobs, process, printing, stats
+from worker.errors import ConfigError, DatabaseUnavailable
+from worker.masking import safe_text
+from worker.server_programs import ClusterError
+from worker.store.connection import is_unavailable, sqlstate
+
+EX_UNAVAILABLE = 69
+EX_CONFIG = 78
+
+
+class Commands(TyperGroup):
+    """All commands; the one place where exceptions become exit statuses."""
+
+    def invoke(self, ctx: typer.Context) -> object:
+        with exit_statuses():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def exit_statuses() -> Iterator[None]:
+    """Says on standard error what went wrong, without traceback, and leaves with the status that means it."""
+    try:
+        yield
+        printing.flush()
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). What is still buffered must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except printing.OutputFailed as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _failure(1, f"cannot write the output: {error}") from None
+    except ConfigError as error:
+        raise _failure(EX_CONFIG, "\n".join(error.lines)) from None
+    except (DatabaseUnavailable, ClusterError) as error:
+        raise _failure(EX_UNAVAILABLE, str(error)) from None
+    except asyncpg.InsufficientPrivilegeError as error:
+        raise _failure(EX_CONFIG, f"{safe_text(error)} (see deploy/grants.sql)") from None
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+        if is_unavailable(error):
+            raise _failure(EX_UNAVAILABLE, safe_text(error) or "the database did not answer in time") from None
+        code = sqlstate(error)
+        raise _failure(1, safe_text(error) + (f" (SQLSTATE {code})" if code else "")) from None
+
+
+def _failure(status: int, text: str) -> typer.Exit:
+    printing.print_error(text)
+    return typer.Exit(status)
+
+
+app = typer.Typer(
+    name="worker",
+    cls=Commands,
+    help="Background jobs in PostgreSQL: leases, fencing, and effects that are committed once.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Rich stays away: the daemon loads nothing that only serves a person.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(process.run)
+app.command("demo")(demo.demo)
+app.command("migrate")(process.migrate)
+app.command("enqueue")(enqueue.enqueue)
+app.command("check")(process.check)
+app.command("health")(process.health)
+app.add_typer(jobs.app, name="jobs")
+app.command("stats")(stats.stats)
+
+
+def main() -> None:
+    """The entry point of the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        # Whatever the locale can hold: an escape is better than a traceback.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    app(prog_name="worker")

@@ -1,0 +1,98 @@
+"""What commands print: tables for a person at a terminal, plain lines for a pipe, one document for `--json`.
+
+Rich is imported only when a person looks. Data is made safe first: a job's text can neither steer a terminal nor
+break a line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+# Control characters of both sorts, line separators, what turns the direction of text, and what is no text at all.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class OutputFailed(Exception):
+    """Standard output takes nothing more: a full disk, for example."""
+
+
+def is_terminal() -> bool:
+    """A person looks at what is printed."""
+    return sys.stdout.isatty()
+
+
+def print_line(text: str) -> None:
+    """One line on standard output. BrokenPipeError when nobody reads any more."""
+    try:
+        sys.stdout.write(text + "\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputFailed(error.strerror) from None
+
+
+def print_error(text: str) -> None:
+    """One or more lines on standard error, each with the program's name."""
+    for line in text.splitlines():
+        print(f"worker: {safe(line)}", file=sys.stderr)
+
+
+def flush() -> None:
+    """Hand over what is still buffered; the same errors as `print_line`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputFailed(error.strerror) from None
+
+
+def print_json(document: object) -> None:
+    """One JSON document on one line."""
+    print_line(json.dumps(document, ensure_ascii=False))
+
+
+def print_rows(names: Sequence[str], rows: Iterable[Sequence[object]], *, nothing: str) -> None:
+    """A table with a head at a terminal, where no rows are `nothing`; in a pipe tab-separated lines, no head."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    if not is_terminal():
+        for row in cells:
+            print_line("\t".join(row))
+        return
+    if not cells:
+        print_line(nothing)
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD)
+    for name, column in zip(names, zip(*cells, strict=True), strict=True):
+        is_number = all(re.fullmatch(r"[-\d.,/%]+( s)?", cell) for cell in column)
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
+    for row in cells:
+        # Text, not str: square brackets in data are no markup.
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def safe(text: str) -> str:
+    """`text` with everything visible: control characters and their like as escapes."""
+    return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def safe_lines(text: str) -> str:
+    """The same for text of several lines, whose line ends stay."""
+    return "\n".join(safe(line) for line in text.split("\n"))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return safe(str(value))

@@ -1,0 +1,146 @@
+"""Commands about the process and its surroundings: run, migrate, check, health."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from worker import events, logs
+from worker.cli.printing import print_error, print_line, print_rows
+from worker.cli.reaching import DataDir, Embedded, connected, database_of, reach
+from worker.errors import ConfigError
+from worker.health import all_well, read_verdicts
+from worker.settings import Settings, load_settings, unknown_settings
+from worker.store import schema
+from worker.store.pooled_sessions import verify_pooled_session
+
+
+def run(
+    embedded: Embedded = False,
+    data_dir: DataDir = None,
+    burst: Annotated[
+        bool, typer.Option("--burst", help="End with 0 once no job of these queues and kinds is ready or running.")
+    ] = False,
+    migrate: Annotated[bool, typer.Option("--migrate", help="Apply or upgrade the schema first.")] = False,
+) -> None:
+    """Run the daemon: claim jobs, run their handlers, until SIGTERM."""
+    from worker import daemon
+
+    try:
+        with reach(embedded, data_dir) as settings:
+            if embedded and settings.database_url is not None:
+                # Not on standard output, which holds the log and nothing else.
+                url = shlex.quote(settings.database_url.get_secret_value())
+                print(f"DATABASE_URL={url}", file=sys.stderr, flush=True)
+            status = daemon.run(settings, burst=burst, migrate=migrate or embedded)
+    except ConfigError as error:
+        console = os.environ.get("WORKER_LOG_FORMAT", "").strip().lower() == "console"
+        logs.configure(format="console" if console else "json")
+        for line in error.lines:
+            logs.emit(events.CONFIG_INVALID, error=line)
+        logs.flush(1)
+        raise typer.Exit(78) from None
+    raise typer.Exit(status)
+
+
+def migrate(
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit status 1 when the schema is not current.")
+    ] = False,
+    embedded: Embedded = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Apply or upgrade the schema; does nothing when it is current."""
+
+    async def work(settings: Settings) -> tuple[int | None, bool]:
+        database = database_of(settings)
+        async with connected(database) as connection:
+            applied = False if check else await schema.migrate(connection, database.schema)
+            return await schema.read_version(connection, database.schema), applied
+
+    with reach(embedded, data_dir) as settings:
+        version, applied = asyncio.run(work(settings))
+    what = f"schema {settings.schema_name!r}"
+    if version == schema.SCHEMA_VERSION:
+        print_line(f"{what}: version {version} {'applied' if applied else 'is current'}")
+        return
+    print_line(
+        f"{what}: {'not applied' if version is None else f'version {version}'}, "
+        f"this program has version {schema.SCHEMA_VERSION}"
+    )
+    raise typer.Exit(1)
+
+
+def check(embedded: Embedded = False, data_dir: DataDir = None) -> None:
+    """Check settings, database, schema, grants and TLS, and say what is wrong."""
+    with reach(embedded, data_dir) as settings:
+        print_line("settings: valid")
+        for name, nearest in unknown_settings():
+            print_line(f"settings: {name} is no setting and does nothing; the nearest is {nearest}")
+        try:
+            asyncio.run(_check_database(settings))
+        finally:
+            _print_stop_time(settings)
+
+
+async def _check_database(settings: Settings) -> None:
+    database = database_of(settings)
+    async with asyncio.timeout(30), connected(database) as connection:
+        row = await connection.fetchrow(DESCRIBE_SESSION)
+        print_line(f"database: {database.target.where} as {row['role']}, PostgreSQL {row['server']}")
+        print_line(f"TLS: {row['tls'] or 'not in use'}")
+        faults: list[str] = []
+        try:
+            await schema.verify(connection, database.schema)
+            print_line(f"schema: {database.schema!r}, version {schema.SCHEMA_VERSION}")
+            print_line("grants: complete")
+        except ConfigError as error:
+            faults += error.lines
+        if database.pooler:
+            try:
+                await verify_pooled_session(connection, database.limits)
+                print_line("pooler: the role carries the limits")
+            except ConfigError as error:
+                faults += error.lines
+    if faults:
+        raise ConfigError(*faults)
+
+
+DESCRIBE_SESSION = """
+SELECT current_user::text AS role, current_setting('server_version') AS server,
+    (SELECT version FROM pg_stat_ssl WHERE pid = pg_backend_pid() AND ssl) AS tls
+"""
+
+
+def _print_stop_time(settings: Settings) -> None:
+    grace, margin, query = (
+        settings.shutdown_grace_seconds,
+        settings.lease_margin_seconds,
+        settings.query_timeout_seconds,
+    )
+    print_line(
+        f"stop time-out: the service manager must allow more than {grace + margin + 2 * query:g} s "
+        f"(grace {grace:g} + margin {margin:g} + 2 x query time-out {query:g})"
+    )
+
+
+def health(embedded: Embedded = False, data_dir: DataDir = None) -> None:
+    """Exit 0 when this host's daemons are alive and making progress; asks no database, so --embedded changes nothing."""
+    # A stand-in, as the address of the database is not needed here.
+    settings = load_settings(database_url="postgresql://localhost/")
+    verdicts = read_verdicts(settings.runtime_dir)
+    print_rows(
+        ("process", "pid", "health"),
+        [(verdict.id, verdict.pid, verdict.text) for verdict in verdicts],
+        nothing=f"no daemon has left a heartbeat in {settings.runtime_dir}",
+    )
+    if not verdicts:
+        print_error(f"no daemon has left a heartbeat in {settings.runtime_dir}")
+    if not all_well(verdicts):
+        raise typer.Exit(1)

@@ -1,0 +1,156 @@
+"""Which finished jobs may share a transaction, and whose fault an error is. Rules only; the committer applies them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from worker.domain import AlreadyApplied, Effect, Outcome, Succeeded
+from worker.holding import Held
+
+STATEMENTS_A_GROUP = 300
+"""Jobs with several effects run one after the other, a round trip each: bounds how long a group holds its locks."""
+_REMEMBERED_TEXTS = 1_000
+
+
+@dataclass(slots=True)
+class Finished:
+    """One outcome on its way into the database."""
+
+    held: Held
+    outcome: Outcome
+    duration_ms: float
+    tries: int = 0
+    """Failures of its own so far that were neither its fault nor an outage."""
+    uncertain: bool = False
+    """It was sent once, and nobody knows whether it was committed."""
+
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        return self.outcome.effects if isinstance(self.outcome, Succeeded) else ()
+
+
+class Caution:
+    """Statement texts that failed lately and go in small groups until they have behaved."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._limits: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._limits)
+
+    def limit(self, texts: Iterable[str]) -> int:
+        """How many jobs with these effects may share a transaction."""
+        if not self._limits:
+            return self._largest
+        return min((self._limits.get(text, self._largest) for text in texts), default=self._largest)
+
+    def failed(self, texts: Iterable[str], size: int, *, alone: bool) -> None:
+        """A group of `size` failed. `alone`: by a deadlock, a lock or a time-out, which company makes worse."""
+        for text in texts:
+            limit = 1 if alone else max(min(self._limits.get(text, self._largest), size) // 2, 8)
+            self._limits[text] = min(limit, self._largest)
+            self._limits.move_to_end(text)
+        while len(self._limits) > _REMEMBERED_TEXTS:
+            self._limits.popitem(last=False)
+
+    def behaved(self, texts: Iterable[str], size: int) -> None:
+        """A group of `size` was committed: twice as many may go next time."""
+        if not self._limits:
+            return
+        for text in texts:
+            limit = self._limits.get(text)
+            if limit is not None and size >= limit:
+                if limit * 2 >= self._largest:
+                    del self._limits[text]
+                else:
+                    self._limits[text] = limit * 2
+
+
+@dataclass(slots=True)
+class _Open:
+    members: list[Finished] = field(default_factory=list)
+    statements: int = 0
+
+
+def group(finished: Sequence[Finished], caution: Caution, largest: int) -> list[list[Finished]]:
+    """Split completions into transactions. Together: jobs whose effects only write rows. Alone: a job that reads or sets
+    something (SELECT, set_config), since what it sees or leaves would not be what it had seen alone."""
+    groups: list[list[Finished]] = []
+    shared = _Open()
+    careful: dict[tuple[str, ...], list[Finished]] = {}
+    for one in finished:
+        effects = one.effects
+        if any(effect.alone for effect in effects):
+            groups.append([one])
+            continue
+        texts = tuple(effect.sql for effect in effects)
+        limit = caution.limit(texts)
+        if limit < largest:
+            members = careful.setdefault(texts, [])
+            members.append(one)
+            if len(members) >= limit:
+                groups.append(careful.pop(texts))
+            continue
+        statements = len(effects) if len(effects) > 1 else 0
+        if len(shared.members) >= largest or shared.statements + statements > STATEMENTS_A_GROUP:
+            groups.append(shared.members)
+            shared = _Open()
+        shared.members.append(one)
+        shared.statements += statements
+    groups.extend(careful.values())
+    if shared.members:
+        groups.append(shared.members)
+    return groups
+
+
+Blame = Literal["job", "company", "database", "nobody"]
+
+_OWN_CLASSES = frozenset({"22", "23", "42", "P0"})
+_DATABASE_CLASSES = frozenset({"08", "25", "53", "57", "58", "XX"})
+_COMPANY_CLASSES = frozenset({"40", "55"})
+
+
+def blame(state: str | None, *, statement_of_job: bool, alone: bool, result_at_fault: bool) -> Blame:
+    """Whose fault the SQLSTATE of a failed transaction is.
+
+    job: its own statement or result, raised while it was alone · company: a group's error, or a conflict that another try may
+    not meet · database: it refuses work for now · nobody: an error of our own statements.
+    """
+    if not alone:
+        return "company"
+    if statement_of_job or result_at_fault:
+        if state == "57014":
+            return "job"  # a time-out of its own statement
+        if state is not None and state[:2] in _COMPANY_CLASSES:
+            return "company"
+        if state is not None and state[:2] in _DATABASE_CLASSES:
+            return "database"
+        return "job"
+    if state is None or state[:2] in _DATABASE_CLASSES:
+        return "database"
+    return "company" if state[:2] in _COMPANY_CLASSES else "nobody"
+
+
+def newest_of_each_job(finished: Sequence[Finished]) -> tuple[list[Finished], list[Finished]]:
+    """At most one attempt of a job goes into a group: the newest; older ones have lost their lease."""
+    newest: dict[int, Finished] = {}
+    stale: list[Finished] = []
+    for one in finished:
+        other = newest.get(one.held.job.id)
+        if other is None:
+            newest[one.held.job.id] = one
+        elif other.held.job.fence < one.held.job.fence:
+            newest[one.held.job.id] = one
+            stale.append(other)
+        else:
+            stale.append(one)
+    return list(newest.values()), stale
+
+
+def completes(outcome: Outcome) -> bool:
+    return isinstance(outcome, Succeeded | AlreadyApplied)

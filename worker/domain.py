@@ -1,0 +1,223 @@
+"""What is true of a job: its states, its lease, what an outcome does to it, when it runs again.
+
+    ready ──claim──▶ running ──succeeded──▶ succeeded
+      ▲                 │ failed, attempts left · snoozed · released · lease expired (reaper)
+      └─────────────────┤
+                        ├─ failed or expired on the last attempt · discarded ──▶ dead ──retry──▶ ready
+    ready, running ─────┴─ cancelled by somebody ──▶ cancelled ──retry──▶ ready
+
+No I/O, no clock, no asyncio: every rule here is tested in milliseconds.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+State = Literal["ready", "running", "succeeded", "dead", "cancelled"]
+ReleaseReason = Literal["shutdown", "not_started", "unknown_kind", "suspect_waits", "claim_lost"]
+CancelReason = Literal["lease_lost", "lease_untrusted", "timeout", "shutdown", "cancelled"]
+
+LAST_ERROR_CHARACTERS = 1_000
+FAILURE_BYTES = 8_192
+UNKNOWN_KIND_DELAY_SECONDS = 5.0
+
+
+class ClaimedJob(NamedTuple):
+    """One claimed row: this process owns it under `fence` until it settles it or the lease ends."""
+
+    id: int
+    fence: int
+    key: str
+    kind: str
+    queue: str
+    priority: int
+    payload: str
+    """JSON text; decoded where an error is the job's own."""
+    attempt: int
+    """1 at the first claim."""
+    max_attempts: int
+    crashes: int
+    available_at: int
+    """Microseconds since 2000-01-01 UTC, as PostgreSQL sends it: exact, and no date is out of range."""
+
+
+class Lease(NamedTuple):
+    """How long a claim or a renewal is believed (SPEC of time: R <= T/3, 2R + min(Q, R/2) <= T - M, M >= T/20)."""
+
+    seconds: float
+    margin_seconds: float
+
+    def trusted_until(self, sent_at: float, remaining_seconds: float | None = None) -> float:
+        """Local moment up to which the lease is trusted: from before the request was sent, less the margin."""
+        remaining = self.seconds if remaining_seconds is None else min(self.seconds, remaining_seconds)
+        return sent_at + remaining - self.margin_seconds
+
+
+class Backoff(NamedTuple):
+    """Delay before attempt n+1: d x uniform(0.5, 1), d = min(base x 2^(n-1), longest)."""
+
+    base_seconds: float
+    max_seconds: float
+
+    def delay_seconds(self, attempt: int, uniform: float) -> float:
+        """`uniform` is a random number from 0.5 to 1. Any `attempt` gives a finite delay from 0 to `max_seconds`."""
+        doublings = min(
+            max(attempt - 1, 0), 64
+        )  # 2^64 seconds is past every cap; more would overflow a float one day
+        return min(self.base_seconds * 2.0**doublings, self.max_seconds) * uniform
+
+
+# --- outcomes: what an attempt came to, as values -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """One statement that a handler wants committed together with the completion."""
+
+    sql: str
+    arguments: tuple[object, ...]
+    alone: bool
+    """It may look at or change more than rows (SELECT, set_config): its job shares no transaction."""
+    number: int
+    called_from: str
+    """`file:line` of the call, for the error message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Succeeded:
+    """The handler returned. `result` is JSON text or None."""
+
+    result: str | None
+    effects: tuple[Effect, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The attempt failed. `final`: refused for good, whatever attempts are left."""
+
+    error: str
+    error_type: str
+    detail: str
+    outcome: Literal["error", "timeout"] = "error"
+    after_seconds: float | None = None
+    final: bool = False
+    exception: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snoozed:
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """Given back unfinished: attempt refunded, place kept unless `delay_seconds` says otherwise."""
+
+    reason: ReleaseReason
+    delay_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The handler's own fenced transaction has committed the effect and the completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlreadyApplied:
+    """The ledger knew the key: nothing to apply, the job ends as succeeded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """The lease is gone or no longer trusted: nothing may be written about this attempt."""
+
+    reason: CancelReason
+
+
+Outcome = Succeeded | Failed | Snoozed | Released | Committed | AlreadyApplied | Abandoned
+
+
+class Verdict(NamedTuple):
+    """What the settling statement does to a row that is not finished."""
+
+    verb: Literal["retry", "bury", "give_back"]
+    """retry: ready, or dead on the last attempt · bury: dead · give_back: ready with the attempt refunded."""
+    delay_seconds: float | None
+    """None keeps `available_at`, and with it the place in the queue."""
+    outcome: Literal["error", "timeout"] | None
+    error: str | None
+    detail: str | None
+
+
+def verdict(outcome: Failed | Snoozed | Released, attempt: int, backoff: Backoff, uniform: float) -> Verdict:
+    """What becomes of a job whose attempt did not finish it."""
+    match outcome:
+        case Failed(final=True):
+            return Verdict("bury", None, outcome.outcome, outcome.error, outcome.detail)
+        case Failed(after_seconds=None):
+            delay = backoff.delay_seconds(attempt, uniform)
+            return Verdict("retry", delay, outcome.outcome, outcome.error, outcome.detail)
+        case Failed():
+            return Verdict("retry", outcome.after_seconds, outcome.outcome, outcome.error, outcome.detail)
+        case Snoozed():
+            return Verdict("give_back", outcome.seconds, None, None, None)
+        case Released():
+            return Verdict("give_back", outcome.delay_seconds, None, None, None)
+
+
+# --- text of errors --------------------------------------------------------------------------------------------------------
+
+
+def clean_text(text: str, characters: int) -> str:
+    """Text that PostgreSQL stores and JSON carries: no NUL, no unpaired surrogate, cut at a character."""
+    cut = text if len(text) <= characters else text[: characters - 1] + "…"
+    return cut.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")
+
+
+def cut_bytes(text: str, size: int) -> str:
+    """`text` (already clean) cut at a character so that it has at most `size` bytes of UTF-8; keeps the end, where a
+    traceback says what happened."""
+    encoded = text.encode("utf-8")
+    if len(encoded) <= size:
+        return text
+    return "…" + encoded[-(size - 3) :].decode("utf-8", "ignore")
+
+
+def describe(error: BaseException) -> str:
+    """The message of an exception, also of one whose `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be printed)"
+
+
+def failure(
+    error: BaseException,
+    *,
+    outcome: Literal["error", "timeout"] = "error",
+    message: str | None = None,
+    with_traceback: bool = True,
+    after_seconds: float | None = None,
+    final: bool = False,
+) -> Failed:
+    """The failed outcome that `error` means; its texts are cleaned and cut to what the tables take."""
+    name = clean_text(type(error).__qualname__, 128)
+    said = describe(error) if message is None else message
+    text = clean_text(f"{name}: {said}" if said else name, LAST_ERROR_CHARACTERS)
+    detail = text
+    if with_traceback:
+        try:
+            detail = "".join(traceback.format_exception(error, limit=-20))
+        except Exception:  # one of its parts cannot be printed
+            detail = text
+    return Failed(
+        error=text,
+        error_type=name,
+        detail=cut_bytes(clean_text(detail, 4 * FAILURE_BYTES), FAILURE_BYTES),
+        outcome=outcome,
+        after_seconds=after_seconds,
+        final=final,
+        exception=error,
+    )

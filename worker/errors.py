@@ -1,0 +1,51 @@
+"""The exceptions of this package. One exists only where a caller does something different with it."""
+
+from __future__ import annotations
+
+
+class LeaseLost(Exception):  # noqa: N818  (public name, the field's own word)
+    """This attempt no longer owns its job: nothing it does from here on may count."""
+
+
+class EffectAlreadyApplied(Exception):  # noqa: N818  (public name)
+    """The effect of this idempotency key has been committed before, by an earlier attempt or job."""
+
+
+class Retry(Exception):  # noqa: N818  (raised by handlers as a verb)
+    """Raised by a handler: fail this attempt and run again after `after_seconds` (>= 0), or bury at the last attempt."""
+
+    def __init__(self, after_seconds: float, reason: str = "") -> None:
+        super().__init__(reason or f"retry after {after_seconds} s")
+        self.after_seconds = after_seconds
+
+
+class Snooze(Exception):  # noqa: N818
+    """Raised by a handler: run again after `seconds` (>= 0); no attempt is used."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"snooze for {seconds} s")
+        self.seconds = seconds
+
+
+class Discard(Exception):  # noqa: N818
+    """Raised by a handler: this job is refused for good; it becomes `dead` at once with `reason` as its error."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used (exit status 78). `lines`: one a fault, naming variable, value and rule."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+class DatabaseUnavailable(Exception):  # noqa: N818
+    """The database could not be reached within the time allowed (exit status 69). The message holds no secret."""
+
+
+class SchemaError(ConfigError):
+    """The database is reachable, but its schema or grants are not what this version needs (exit status 78)."""

@@ -1,0 +1,71 @@
+"""Every event this package logs: its name, its level and the fields it carries.
+
+Code and tests use these constants. The names are a contract: people build alerts on them. Payloads are in
+no event, and never will be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One kind of log line. `fields` are the names it is documented with; fewer or more may be sent."""
+
+    name: str
+    level: Level
+    fields: tuple[str, ...] = ()
+
+
+_JOB = ("job_id", "kind", "queue", "attempt", "fence")
+_RAN = (*_JOB, "duration_ms")
+_FAILED = (*_RAN, "error", "error_type", "exception")
+_TROUBLE = ("error", "error_type", "exception")
+
+# Life of the process
+DAEMON_STARTED = Event("daemon_started", "info", ("name", "queues", "workers", "lease_seconds", "schema"))
+DAEMON_READY = Event("daemon_ready", "info", ("kinds",))
+SHUTDOWN_STARTED = Event("shutdown_started", "info", ("reason", "running", "grace_seconds"))
+SHUTDOWN_COMPLETE = Event("shutdown_complete", "info", ("status", "duration_ms"))
+CONFIG_INVALID = Event("config_invalid", "error", ("error",))
+SETTING_UNKNOWN = Event("setting_unknown", "warning", ("setting", "nearest"))
+INTERNAL_ERROR = Event("internal_error", "error", ("where", *_TROUBLE))
+LOOP_BLOCKED = Event("loop_blocked", "warning", ("blocked_seconds", "kind", "stack"))
+
+# Life of a job
+JOB_CLAIMED = Event("job_claimed", "debug", _JOB)
+JOB_SUCCEEDED = Event("job_succeeded", "info", _RAN)
+JOB_FAILED = Event("job_failed", "warning", (*_FAILED, "retry_in_seconds"))
+JOB_DEAD = Event("job_dead", "error", _FAILED)
+JOB_SNOOZED = Event("job_snoozed", "info", (*_RAN, "retry_in_seconds"))
+# reason: shutdown | not_started | unknown_kind | suspect_waits | claim_lost
+JOB_RELEASED = Event("job_released", "info", (*_RAN, "reason"))
+# reason: lease_lost | lease_untrusted | cancelled | deaf_handler
+JOB_ABANDONED = Event("job_abandoned", "warning", (*_RAN, "reason"))
+EFFECT_ALREADY_APPLIED = Event("effect_already_applied", "warning", (*_RAN, "key"))
+HANDLER_FAILED_AFTER_COMMIT = Event("handler_failed_after_commit", "error", _FAILED)
+UNKNOWN_KIND = Event("unknown_kind", "warning", ("kind", "queue", "jobs"))
+LEASE_EXPIRED = Event("lease_expired", "warning", (*_JOB, "state", "outcome", "lost_worker"))
+
+# The database and the loops that talk to it
+DATABASE_LOST = Event("database_lost", "warning", ("error", "error_type"))
+DATABASE_RESTORED = Event("database_restored", "info", ("lost_seconds",))
+CLAIM_FAILED = Event("claim_failed", "warning", _TROUBLE)
+RENEW_FAILED = Event("renew_failed", "warning", (*_TROUBLE, "held"))
+COMPLETION_DEFERRED = Event("completion_deferred", "warning", (*_TROUBLE, "waiting"))
+FAILURE_UPDATE_FAILED = Event("failure_update_failed", "warning", (*_JOB, *_TROUBLE))
+REAPER_FAILED = Event("reaper_failed", "warning", _TROUBLE)
+LISTENER_LOST = Event("listener_lost", "warning", ("error", "error_type"))
+LISTENER_RESTORED = Event("listener_restored", "info", ())
+
+# What others say in this process, and what nobody could be told
+PRINT = Event("print", "info", ("message", "stream"))
+WARNING = Event("warning", "warning", ("message", "category", "where"))
+LOG = Event("log", "info", ("message", "logger", "exception"))
+LOG_LINES_DROPPED = Event("log_lines_dropped", "warning", ("lines",))
+
+ALL: tuple[Event, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Event))

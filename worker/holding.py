@@ -1,0 +1,96 @@
+"""What this process holds: the leases it was given, as seen by the three that use them.
+
+The pool runs them, the keeper renews them, the committer settles them; pool and keeper live in different threads. Everything is
+keyed by (id, fence): a process can still hold an old attempt (a thread deaf to cancellation) of a job that it has claimed again.
+Single reads and writes of these fields and dictionaries are atomic under the interpreter lock; no rule needs two at once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from worker.domain import CancelReason, ClaimedJob
+
+if TYPE_CHECKING:
+    from worker.job import Job
+
+
+class Phase(enum.Enum):
+    WAITING = "claimed, not started"
+    RUNNING = "its handler runs"
+    OWN_TRANSACTION = "inside job.transaction(): the row lock protects it, renewals pass over it"
+    FINISHED = "its outcome waits to be written"
+
+
+class Held:
+    """One lease in this process's hand."""
+
+    __slots__ = (
+        "job",
+        "job_object",
+        "lost",
+        "on_lost",
+        "phase",
+        "renew_until",
+        "started_at",
+        "trusted_until",
+    )
+
+    def __init__(self, job: ClaimedJob, trusted_until: float) -> None:
+        self.job = job
+        self.trusted_until = trusted_until
+        """Local moment; moved on by the keeper, read by the attempt."""
+        self.phase = Phase.WAITING
+        self.lost: CancelReason | None = None
+        """Set once, by whoever learns first that the lease is gone."""
+        self.on_lost: Callable[[CancelReason], None] | None = None
+        """Tells the running attempt, from any thread."""
+        self.renew_until: float | None = None
+        """Local moment after which a running handler's lease is no longer renewed (its own time-out)."""
+        self.started_at = 0.0
+        self.job_object: Job[object] | None = None
+        """What the handler saw, for `on_failure`."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.job[:2]
+
+    def lose(self, reason: CancelReason) -> None:
+        """The database says that this lease is over: the attempt stops, and writes nothing. The first reason stays."""
+        if self.lost is None:
+            self.lost = reason
+            if self.on_lost is not None:
+                self.on_lost(reason)
+
+
+class Holdings:
+    """Every lease this process holds, by (id, fence)."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], Held] = {}
+        self._newest: dict[int, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(list(self._held.values()))
+
+    def add(self, held: Held) -> None:
+        """Take a new lease. An older attempt of the same job that is still held has lost its own."""
+        older = self._newest.get(held.job.id)
+        if older is not None:
+            older.lose("lease_lost")
+        self._held[held.job[:2]] = held
+        self._newest[held.job.id] = held
+
+    def remove(self, held: Held) -> None:
+        """Settled, or lost: nothing more to renew."""
+        self._held.pop(held.job[:2], None)
+        if self._newest.get(held.job.id) is held:
+            del self._newest[held.job.id]
+
+    def keys(self) -> list[tuple[int, int]]:
+        return list(self._held)

@@ -1,0 +1,234 @@
+"""Job: what a handler sees of the attempt it makes, and what it may do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from worker import logs, owntransaction
+from worker.clock import local_seconds
+from worker.domain import CancelReason, Effect
+from worker.domain_json import encode_json
+from worker.effect_sql import must_be_alone
+from worker.errors import LeaseLost
+from worker.handlers import Kind
+from worker.holding import Held, Phase
+from worker.new_job import DEFAULT_MAX_ATTEMPTS, DEFAULT_QUEUE, new_job
+from worker.store.following import follow_up
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database, Pool
+
+P = TypeVar("P")
+
+
+class Surroundings:
+    """What all attempts of a process share."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        pool: Pool,
+        owner: str,
+        deletes: bool,
+        query_timeout_seconds: float,
+        may_start: Callable[[], bool],
+    ) -> None:
+        self.database = database
+        self.pool = pool
+        self.owner = owner
+        self.deletes = deletes
+        """Whether completed rows are removed at once (RETENTION_SECONDS 0)."""
+        self.query_timeout_seconds = query_timeout_seconds
+        self.may_start = may_start
+        """False from the moment a shutdown has begun."""
+
+
+class Job(Generic[P]):
+    """One attempt of one job. Its names are the row's; `attempt` is 1 at the first claim."""
+
+    def __init__(
+        self,
+        held: Held,
+        payload: P,
+        *,
+        resources: object,
+        surroundings: Surroundings,
+        deadline: float,
+        in_thread: bool,
+    ) -> None:
+        row = held.job
+        self.id: int = row.id
+        self.key: str = row.key
+        self.kind: str = row.kind
+        self.queue: str = row.queue
+        self.attempt: int = row.attempt
+        self.max_attempts: int = row.max_attempts
+        self.fence: int = row.fence
+        """The fencing token of this attempt; it rises over all jobs and named leases."""
+        self.payload: P = payload
+        self.resources = resources
+        """What the lifespan of the handlers yielded."""
+        self.result: object = None
+        """Set it inside `transaction()` to store a result; otherwise return one."""
+        self.cancel_reason: CancelReason | None = None
+        """Why this attempt was told to stop, or None. A plain `def` handler should look at it from time to time."""
+        self._held = held
+        self._surroundings = surroundings
+        self._deadline = deadline
+        self._in_thread = in_thread
+        self._effects: list[Effect] = []
+        self._connections = 0
+        self._transaction_used = False
+        self._committed = False
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self.kind} attempt {self.attempt} fence {self.fence}>"
+
+    # --- the lease
+
+    def remaining_seconds(self) -> float:
+        """How long this attempt may still count on running: the least of its lease's trust and its time-out; at least 0."""
+        until = self._deadline
+        if self._held.phase is not Phase.OWN_TRANSACTION:
+            until = min(until, self._held.trusted_until)
+        return max(until - local_seconds(), 0.0)
+
+    def ensure_lease(self, for_seconds: float = 0) -> None:
+        """Raise LeaseLost unless the lease is trusted for that long. Call it right before an external side effect."""
+        if self._held.lost is not None:
+            raise LeaseLost(f"job {self.id}: {self._held.lost}")
+        if self._held.phase is Phase.OWN_TRANSACTION:
+            return
+        trusted_seconds = self._held.trusted_until - local_seconds()
+        if trusted_seconds < max(for_seconds, 0):
+            raise LeaseLost(
+                f"job {self.id}: the lease is trusted for {max(trusted_seconds, 0):.3f} s, not {for_seconds} s"
+            )
+
+    # --- what is committed with the completion
+
+    def effect(self, sql: str, *arguments: object) -> None:
+        """Record one statement to be committed together with the completion, after the handler has returned.
+
+        One INSERT, UPDATE, DELETE, MERGE or SELECT (a leading WITH is allowed), arguments as asyncpg takes them, dict and list for
+        json and jsonb. Dropped unless the handler returns. Raises ValueError for any other statement, RuntimeError after
+        `transaction()`.
+        """
+        self._record(sql, arguments, must_be_alone(sql), _caller())
+
+    def enqueue(
+        self,
+        kind: str | Kind[P],
+        payload: object,
+        *,
+        key: str | None = None,
+        queue: str | None = None,
+        priority: int | None = None,
+        run_at: datetime | None = None,
+        delay_seconds: float | None = None,
+        max_attempts: int | None = None,
+    ) -> None:
+        """Enqueue a follow-up job in the transaction of the completion: both happen or neither (a transactional outbox).
+
+        A kind made by `handlers.job` brings its defaults and checks the payload. A key that exists already is left as it is.
+        Raises ValueError or TypeError for what cannot be enqueued.
+        """
+        if isinstance(kind, Kind):
+            payload = kind.dump(payload)  # type: ignore[arg-type]  # the point of dump is to check it
+            queue = kind.queue if queue is None else queue
+            priority = kind.priority if priority is None else priority
+            max_attempts = kind.max_attempts if max_attempts is None else max_attempts
+            kind = kind.name
+        job = new_job(
+            kind,
+            payload,
+            key=key,
+            queue=DEFAULT_QUEUE if queue is None else queue,
+            priority=0 if priority is None else priority,
+            run_at=run_at,
+            delay_seconds=delay_seconds,
+            max_attempts=DEFAULT_MAX_ATTEMPTS if max_attempts is None else max_attempts,
+        )
+        sql, arguments = follow_up(self._surroundings.database, job)
+        self._record(sql, arguments, False, _caller())
+
+    def _record(self, sql: str, arguments: tuple[object, ...], alone: bool, called_from: str) -> None:
+        if self._transaction_used:
+            raise RuntimeError(
+                "job.effect and job.enqueue are for handlers without job.transaction(): run the statement on `tx`"
+            )
+        number = len(self._effects) + 1
+        self._effects.append(
+            Effect(sql=sql, arguments=arguments, alone=alone, number=number, called_from=called_from)
+        )
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Connection]:
+        """Arbitrary code on a connection that holds the fence; the job is complete when the block commits.
+
+        Entry raises LeaseLost if the lease is gone and EffectAlreadyApplied if this key's effect was committed before. An
+        exception inside rolls everything back and is the attempt's outcome. Raises RuntimeError when used twice, together with
+        `effect`, from a plain `def`, or while `connection()` is held.
+        """
+        if self._in_thread:
+            raise RuntimeError(
+                "job.transaction() needs an `async def` handler; a plain `def` records its SQL with job.effect"
+            )
+        if self._transaction_used:
+            raise RuntimeError("job.transaction() can be used once: it completes the job")
+        if self._effects:
+            raise RuntimeError(
+                "job.transaction() and job.effect exclude each other: run all statements in the transaction"
+            )
+        if self._connections:
+            raise RuntimeError(
+                "leave job.connection() before entering job.transaction(): holding both can starve the pool"
+            )
+        self._transaction_used = True
+        async with owntransaction.fenced(
+            self._held, self._surroundings, lambda: self._result_text()
+        ) as connection:
+            yield connection
+        self._committed = True
+
+    def _result_text(self) -> str | None:
+        return None if self.result is None else encode_json(self.result, "result")
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """A pooled connection for reading, outside the fence. Not for slow work in between: others wait for it.
+
+        Raises TimeoutError when none is free within the query time-out, RuntimeError inside `transaction()` or a plain `def`.
+        """
+        if self._in_thread:
+            raise RuntimeError("job.connection() needs an `async def` handler")
+        if self._held.phase is Phase.OWN_TRANSACTION:
+            raise RuntimeError("read on the transaction's own connection: holding two can starve the pool")
+        async with self._surroundings.pool.acquire(
+            timeout_seconds=self._surroundings.query_timeout_seconds
+        ) as connection:
+            self._connections += 1
+            try:
+                yield connection
+            finally:
+                self._connections -= 1
+
+    # --- logs
+
+    @cached_property
+    def log(self) -> logs.JobLogger:
+        """A logger whose lines carry this job's id, kind, queue, attempt and fence."""
+        return logs.job_logger(
+            job_id=self.id, kind=self.kind, queue=self.queue, attempt=self.attempt, fence=self.fence
+        )
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,121 @@
+"""Carries finished log lines to a file descriptor without ever making the caller wait.
+
+Lines go into a bounded queue; one thread writes many of them with one call. When nobody reads, the thread
+waits, new lines are dropped and counted, and the count is logged as soon as the stream flows again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+MAX_QUEUED_LINES = 50_000
+MAX_QUEUED_BYTES = 16 * 1024 * 1024
+_WRITE_BYTES = 64 * 1024
+_RETRY_SECONDS = 0.5
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Characters that JSON leaves alone but at which many readers split lines.
+_LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+class Sink:
+    """Writes whole lines to `fd`, in order, from a thread of its own; for any thread, also after a fork."""
+
+    def __init__(self, fd: int, *, dropped_line: Callable[[int], bytes]) -> None:
+        self._fd = fd
+        self._dropped_line = dropped_line
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        # Re-entrant, since a garbage collection inside the block may log through __del__.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._lines: deque[bytes] = deque()
+        self._bytes = 0
+        self._dropped = 0
+        self._writing = False
+        self._asleep = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, line: bytes) -> None:
+        """Queue one line, its newline included, or count it as dropped."""
+        with self._lock:
+            if len(self._lines) >= MAX_QUEUED_LINES or self._bytes + len(line) > MAX_QUEUED_BYTES:
+                self._dropped += 1
+                return
+            self._lines.append(line)
+            self._bytes += len(line)
+            if self._asleep:
+                self._asleep = False
+                self._changed.notify_all()
+            elif self._thread is None:
+                self._start()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything queued so far and meanwhile is written; False when the limit came first."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not self._lines and not self._writing, timeout_seconds)
+
+    def _start(self) -> None:
+        # A daemon thread: a reader that never reads must not keep the process alive.
+        self._thread = threading.Thread(target=self._write_forever, name="log writer", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # The interpreter is going down or the system has no thread left; the next line tries again.
+            self._thread = None
+
+    def _write_forever(self) -> None:
+        while True:
+            batch, lines = self._take()
+            written = self._write(batch)
+            with self._lock:
+                self._writing = False
+                if not written:
+                    self._dropped += lines
+                elif self._dropped and not self._lines:
+                    line = self._dropped_line(self._dropped)
+                    self._dropped = 0
+                    self._lines.append(line)
+                    self._bytes += len(line)
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[bytes, int]:
+        """The next lines, at least one, as one piece, and how many they are."""
+        with self._lock:
+            while not self._lines:
+                self._asleep = True
+                self._changed.wait()
+            self._asleep = False
+            taken: list[bytes] = []
+            size = 0
+            while self._lines and (not taken or size + len(self._lines[0]) <= _WRITE_BYTES):
+                taken.append(self._lines.popleft())
+                size += len(taken[-1])
+            self._bytes -= size
+            self._writing = True
+        batch = b"".join(taken)
+        for character, escaped in _LINE_BREAKS:
+            batch = batch.replace(character, escaped)
+        return batch, len(taken)
+
+    def _write(self, batch: bytes) -> bool:
+        """Write all, however long the reader pauses or the disk is full; False when nobody will ever read."""
+        rest = memoryview(batch)
+        while rest:
+            try:
+                rest = rest[os.write(self._fd, rest) :]
+            except BlockingIOError:
+                # Somebody who shares the pipe made it non-blocking.
+                select.select([], [self._fd], [], _RETRY_SECONDS)
+            except OSError as error:
+                if error.errno not in _DISK_FULL:
+                    return False
+                time.sleep(_RETRY_SECONDS)
+        return True

@@ -1,0 +1,59 @@
+"""Keeps secrets out of text that people will read: logs, stored error texts, messages on a terminal.
+
+What is remembered here (whole DSNs, passwords) is replaced wherever it turns up, and so is whatever looks
+like a password in a URL or a connection string, remembered or not. Applied to free text only: the names and
+numbers of our own lines cannot hold a secret.
+"""
+
+from __future__ import annotations
+
+import re
+
+MASK = "***"
+# Below this length a "password" is as likely a syllable of an ordinary word.
+_LEAST_LENGTH = 4
+_MESSAGE_CHARACTERS = 1000
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+
+_secrets: tuple[str, ...] = ()
+# The greedy middle reaches the last @ before a space: a raw @ in a password must not leave its tail behind.
+# The bounds keep a long hostile text linear.
+_URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]{0,30}://[^\s:/@]{0,200}:)\S{0,1000}@", re.IGNORECASE)
+_KEYWORD_PASSWORD = re.compile(
+    r"""(password["']?\s{0,9}[=:]\s{0,9})('(?:[^'\\]|\\.){0,1000}'|"(?:[^"\\]|\\.){0,1000}"|[^\s,;&)]{1,1000})""",
+    re.IGNORECASE,
+)
+
+
+def remember(*secrets: str | None) -> None:
+    """From now on `masked` replaces these; None and very short ones are passed over."""
+    global _secrets
+    known = {*_secrets, *(secret for secret in secrets if secret and len(secret) >= _LEAST_LENGTH)}
+    # The longest first, so that a DSN goes before the password inside it.
+    _secrets = tuple(sorted(known, key=len, reverse=True))
+
+
+def masked(text: str) -> str:
+    """`text` without any secret that we know of or can recognise."""
+    for secret in _secrets:
+        if secret in text:
+            text = text.replace(secret, MASK)
+    if "://" in text:
+        text = _URL_PASSWORD.sub(rf"\g<1>{MASK}@", text)
+    if "password" in text.lower():
+        text = _KEYWORD_PASSWORD.sub(rf"\g<1>{MASK}", text)
+    return text
+
+
+def safe_text(error: BaseException) -> str:
+    """What an error says, in at most 1,000 characters that can be stored and shown, and no secret."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its message cannot be read)"
+    detail = getattr(error, "detail", None)
+    if isinstance(detail, str) and detail.startswith("Failing row contains"):
+        # PostgreSQL shows the whole row here, a payload included.
+        text = text.replace(detail, "(row not shown)")
+    text = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", masked(text)).strip()
+    return (text or type(error).__name__)[:_MESSAGE_CHARACTERS]

@@ -1,0 +1,108 @@
+"""A handler's own fenced transaction: the fence first, its COMMIT never guessed.
+
+The completion is the first statement. It takes the row lock, which keeps the reaper and every other owner away for as long as the
+transaction lives, and read committed sees the newest row behind it. So the lease needs no renewal inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from worker.clock import local_seconds
+from worker.errors import EffectAlreadyApplied, LeaseLost
+from worker.holding import Held, Phase
+from worker.store import settling
+from worker.store.connection import DATABASE_ERRORS, is_unavailable, sqlstate
+
+if TYPE_CHECKING:
+    from worker.job import Surroundings
+    from worker.store.connection import Connection
+
+_LOOK_DELAY_SECONDS = (0.05, 1.0)
+
+
+@contextlib.asynccontextmanager
+async def fenced(
+    held: Held, around: Surroundings, result: Callable[[], str | None]
+) -> AsyncIterator[Connection]:
+    """The connection inside a transaction that has completed the job; committed when the block ends without an exception."""
+    job = held.job
+    async with around.pool.acquire(timeout_seconds=around.query_timeout_seconds) as connection:
+        await connection.execute("BEGIN")
+        held.phase = Phase.OWN_TRANSACTION
+        try:
+            already_applied = await settling.open_own(
+                connection, around.database, job, owner=around.owner, deletes=around.deletes
+            )
+            if already_applied is None:
+                held.lose("lease_lost")
+                raise LeaseLost(f"job {job.id}: fence {job.fence} is stale")
+            if already_applied:
+                raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
+            yield connection
+            if not await settling.close_own(connection, around.database, job, result=result()):
+                raise RuntimeError(
+                    "the transaction was ended by hand inside job.transaction(); what ran after it was not fenced"
+                )
+        except BaseException:
+            try:
+                await _roll_back(connection, around.query_timeout_seconds)
+            finally:
+                held.phase = Phase.RUNNING
+            raise
+        # From here on the phase stays: a job that is (or may be) complete has no lease to renew or to lose.
+        lost_answer = await _commit(connection)
+    if lost_answer is not None:
+        await _resolve(held, around, lost_answer)
+
+
+async def _roll_back(connection: Connection, timeout_seconds: float) -> None:
+    """End the transaction, on a connection that may be broken or busy: in doubt drop it, which the server answers the same way."""
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            await connection.execute("ROLLBACK")
+    except DATABASE_ERRORS:
+        connection.terminate()
+
+
+async def _commit(connection: Connection) -> BaseException | None:
+    """COMMIT; returns the error when nobody knows whether it happened. Raises what the server refused it with."""
+    try:
+        await connection.execute("COMMIT")
+    except DATABASE_ERRORS as error:
+        if sqlstate(error) is not None and not is_unavailable(error):
+            raise  # a deferred constraint: rolled back, and said so
+        connection.terminate()
+        return error
+    return None
+
+
+async def _resolve(held: Held, around: Surroundings, lost_answer: BaseException) -> None:
+    """Return if the lost COMMIT happened; raise `lost_answer` if it did not, LeaseLost if the job is somebody else's.
+
+    Ends at the latest with the trust in the lease, which nothing renews meanwhile.
+    """
+    low, high = _LOOK_DELAY_SECONDS
+    delay_seconds = low
+    while True:
+        try:
+            async with around.pool.acquire(timeout_seconds=around.query_timeout_seconds) as connection:
+                async with asyncio.timeout(around.query_timeout_seconds):
+                    rulings = await settling.rule(connection, around.database, [held.job], owner=around.owner)
+            break
+        except DATABASE_ERRORS:
+            if local_seconds() >= held.trusted_until:
+                raise lost_answer from None
+            await asyncio.sleep(delay_seconds * random.uniform(0.5, 1))
+            delay_seconds = min(delay_seconds * 2, high)
+    ruling = rulings[held.key]
+    if ruling.done:
+        return
+    if ruling.mine:
+        raise lost_answer
+    held.lose("lease_lost")
+    raise LeaseLost(f"job {held.job.id}: fence {held.job.fence} is stale")

@@ -1,0 +1,70 @@
+"""Retention: how long finished jobs, dead jobs and ledger rows are kept, and the slow walk that removes what is older."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from worker.clock import local_seconds
+from worker.store import pruning
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database
+
+STEP_SECONDS = 0.3
+"""Time that one step may take: about a tenth of the reaper's rhythm."""
+RARELY_SECONDS = 60.0
+
+
+class Retention:
+    """One walk over finished rows, one over the ledger; each `step` goes on where the last one stopped."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        retention_seconds: float | None,
+        dead_retention_seconds: float | None,
+        ledger_retention_seconds: float | None,
+        statement_seconds: float,
+    ) -> None:
+        self._database = database
+        self._retention_seconds = retention_seconds
+        self._dead_retention_seconds = dead_retention_seconds
+        self._ledger_retention_seconds = ledger_retention_seconds
+        self._statement_seconds = statement_seconds
+        self._jobs_cursor = pruning.FROM_THE_START
+        self._ledger_cursor = pruning.FROM_THE_START
+        self._failures_cursor = pruning.FROM_THE_START
+        self._rarely_at = 0.0
+
+    async def step(self, connection: Connection) -> None:
+        """Remove some of what is too old, in short statements; returns within about STEP_SECONDS."""
+        until = local_seconds() + STEP_SECONDS
+        while local_seconds() < until:
+            async with asyncio.timeout(self._statement_seconds):
+                jobs = await pruning.prune_jobs(
+                    connection,
+                    self._database,
+                    cursor=self._jobs_cursor,
+                    retention_seconds=self._retention_seconds,
+                    dead_retention_seconds=self._dead_retention_seconds,
+                )
+                self._jobs_cursor = jobs.next_cursor or pruning.FROM_THE_START
+                ledger = await pruning.prune_ledger(
+                    connection,
+                    self._database,
+                    cursor=self._ledger_cursor,
+                    ledger_retention_seconds=self._ledger_retention_seconds,
+                )
+                self._ledger_cursor = ledger.next_cursor or pruning.FROM_THE_START
+            if jobs.next_cursor is None and ledger.next_cursor is None:
+                break
+        if local_seconds() >= self._rarely_at:
+            self._rarely_at = local_seconds() + RARELY_SECONDS
+            async with asyncio.timeout(self._statement_seconds):
+                await pruning.prune_processes(connection, self._database)
+                failures = await pruning.prune_orphaned_failures(
+                    connection, self._database, cursor=self._failures_cursor
+                )
+                self._failures_cursor = failures.next_cursor or pruning.FROM_THE_START

@@ -1,0 +1,307 @@
+"""Enqueue in the caller's own transaction, on the caller's own connection, whatever codecs it has.
+
+A duplicate key never aborts the transaction: the first job's id comes back with `created=False`. Several keys
+in one transaction belong in key order, as `enqueue_many` writes them, or two callers can block each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+import asyncpg
+
+from worker.domain_json import decode_json
+from worker.new_job import (
+    DEFAULT_MAX_ATTEMPTS,
+    DEFAULT_QUEUE,
+    RESERVED_KEY_PREFIX,
+    NewJob,
+    new_job,
+    new_job_from,
+)
+
+PAYLOAD_BYTES = 1_048_576
+# Shorter text cannot become more than PAYLOAD_BYTES of jsonb: "1," takes the most, 12 bytes for 2 characters.
+_SURELY_FITTING_CHARACTERS = 150_000
+
+CHUNK_JOBS = 1_000
+_CHUNK_CHARACTERS = 4_000_000
+_ROUNDS = 100
+
+_FIRST_POLL_SECONDS = 0.05
+_SLOWEST_POLL_SECONDS = 1.0
+
+
+class Enqueued(NamedTuple):
+    """The job that has the key: a new one when `created`, else the one there before, in whatever state."""
+
+    id: int
+    created: bool
+    state: str
+
+
+class Finished(NamedTuple):
+    """How a job ended: `succeeded` with its result, `dead` or `cancelled` with its last error."""
+
+    state: str
+    result: object
+    error: str | None
+
+
+# The arguments are the fields of NewJob.
+ENQUEUE = """
+SELECT id, created, state
+FROM {schema}.enqueue_job(
+    kind => $1,
+    payload => $2::text::jsonb,
+    key => $3,
+    queue => $4,
+    priority => $5,
+    run_at => COALESCE($6::text::timestamptz, clock_timestamp() + $7::float8 * interval '1 second'),
+    max_attempts => $8)
+"""
+
+
+async def enqueue(
+    connection: asyncpg.Connection,
+    kind: str,
+    payload: object,
+    *,
+    key: str | None = None,
+    queue: str = DEFAULT_QUEUE,
+    priority: int = 0,
+    run_at: datetime | None = None,
+    delay_seconds: float | None = None,
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+    schema: str = "public",
+) -> Enqueued:
+    """Enqueue one job; it runs once the caller's transaction has committed, not before `run_at` or the delay.
+
+    Raises TypeError or ValueError, naming the field, before anything is written: the caller's transaction
+    goes on.
+    """
+    job = new_job(
+        kind,
+        payload,
+        key=key,
+        queue=queue,
+        priority=priority,
+        run_at=run_at,
+        delay_seconds=delay_seconds,
+        max_attempts=max_attempts,
+    )
+    if len(job.payload) > _SURELY_FITTING_CHARACTERS:
+        await _refuse_oversized(connection, job)
+    row = await connection.fetchrow(_in_schema(ENQUEUE, schema), *job)
+    return Enqueued(row["id"], row["created"], row["state"])
+
+
+async def enqueue_many(
+    connection: asyncpg.Connection, jobs: Iterable[Mapping[str, object]], *, schema: str = "public"
+) -> list[Enqueued]:
+    """Enqueue all of `jobs` or none, in chunks; the answers are in the order of `jobs`.
+
+    Each is a mapping with the arguments of `enqueue`, `payload` required, `kind` "message" if absent. All of
+    them are due in the order given. A key that occurs twice is enqueued once. Inside a transaction of the
+    caller a failure leaves that transaction usable. Raises TypeError or ValueError beginning with `job 3:`
+    (counted from 0) and the field.
+    """
+    checked: list[NewJob] = []
+    for position, fields in enumerate(jobs):
+        try:
+            job = new_job_from(fields)
+            if len(job.payload) > _SURELY_FITTING_CHARACTERS:
+                await _refuse_oversized(connection, job)
+            checked.append(job)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"job {position}: {error}") from None
+    return await enqueue_checked(connection, checked, schema=schema)
+
+
+async def enqueue_checked(
+    connection: asyncpg.Connection, jobs: Sequence[NewJob], *, schema: str = "public"
+) -> list[Enqueued]:
+    """`enqueue_many` for jobs that have been checked already, their size included."""
+    # One random part a call: keys that follow each other fill an index twice as fast as random ones.
+    generated = f"{RESERVED_KEY_PREFIX}{uuid.uuid4()}"
+    keys = [job.key if job.key is not None else f"{generated}-{place:06}" for place, job in enumerate(jobs)]
+    places: dict[str, int] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, place)
+    answers: dict[str, Enqueued] = {}
+    async with _all_or_nothing(connection):
+        started_at = await connection.fetchval(READ_MICROSECONDS)
+        # Key order, the same for everybody: two callers with common keys wait for each other, but never in a
+        # circle. Strings compare here as COLLATE "C" does there.
+        for chunk in _chunks(sorted(places.items()), jobs):
+            await _write_chunk(connection, chunk, jobs, started_at, schema, answers)
+    return [
+        answers[key] if places[key] == place else answers[key]._replace(created=False)
+        for place, key in enumerate(keys)
+    ]
+
+
+async def _write_chunk(
+    connection: asyncpg.Connection,
+    chunk: Sequence[tuple[str, int]],
+    jobs: Sequence[NewJob],
+    started_at: int,
+    schema: str,
+    answers: dict[str, Enqueued],
+) -> None:
+    waiting = chunk
+    for _ in range(_ROUNDS):
+        for key, id in await _insert(connection, waiting, jobs, started_at, schema):
+            answers[key] = Enqueued(id, True, "ready")
+        waiting = [item for item in waiting if item[0] not in answers]
+        if not waiting:
+            return
+        for key, id, state in await _find(connection, [key for key, _ in waiting], schema):
+            answers[key] = Enqueued(id, False, state)
+        # Rows that were in the way and have gone between the two statements (pruned): insert again.
+        waiting = [item for item in waiting if item[0] not in answers]
+        if not waiting:
+            return
+    raise RuntimeError(f"key {waiting[0][0]!r} comes and goes, giving up")
+
+
+READ_MICROSECONDS = """
+SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
+"""
+
+# One microsecond apart in the order given: rows are written in key order, but run first come, first served.
+INSERT_MANY = """
+INSERT INTO {schema}.jobs (idempotency_key, kind, queue, priority, payload, available_at, max_attempts)
+SELECT n.key, n.kind, n.queue, n.priority, n.payload::jsonb,
+    COALESCE(
+        n.run_at::timestamptz,
+        timestamptz 'epoch' + ($9::bigint + n.place) * interval '1 microsecond'
+            + n.delay * interval '1 second'),
+    n.max_attempts
+FROM unnest(
+        $1::text[], $2::text[], $3::text[], $4::int2[], $5::text[], $6::text[], $7::float8[], $8::int4[],
+        $10::int8[])
+    AS n (key, kind, queue, priority, payload, run_at, delay, max_attempts, place)
+ON CONFLICT (idempotency_key) DO NOTHING
+RETURNING idempotency_key, id
+"""
+
+
+async def _insert(
+    connection: asyncpg.Connection,
+    items: Sequence[tuple[str, int]],
+    jobs: Sequence[NewJob],
+    started_at: int,
+    schema: str,
+) -> list[asyncpg.Record]:
+    chosen = [jobs[place] for _, place in items]
+    rows: list[asyncpg.Record] = await connection.fetch(
+        _in_schema(INSERT_MANY, schema),
+        [key for key, _ in items],
+        [job.kind for job in chosen],
+        [job.queue for job in chosen],
+        [job.priority for job in chosen],
+        [job.payload for job in chosen],
+        [job.run_at for job in chosen],
+        [job.delay_seconds for job in chosen],
+        [job.max_attempts for job in chosen],
+        started_at,
+        [place for _, place in items],
+    )
+    return rows
+
+
+FIND_BY_KEYS = """
+SELECT idempotency_key, id, state
+FROM {schema}.jobs
+WHERE idempotency_key = ANY ($1::text[])
+"""
+
+
+async def _find(connection: asyncpg.Connection, keys: Sequence[str], schema: str) -> list[asyncpg.Record]:
+    rows: list[asyncpg.Record] = await connection.fetch(_in_schema(FIND_BY_KEYS, schema), keys)
+    return rows
+
+
+def _chunks(order: Sequence[tuple[str, int]], jobs: Sequence[NewJob]) -> Iterable[list[tuple[str, int]]]:
+    chunk: list[tuple[str, int]] = []
+    characters = 0
+    for item in order:
+        chunk.append(item)
+        characters += len(jobs[item[1]].payload)
+        if len(chunk) >= CHUNK_JOBS or characters >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+@contextlib.asynccontextmanager
+async def _all_or_nothing(connection: asyncpg.Connection) -> AsyncIterator[None]:
+    """A transaction, or a savepoint in the caller's, also when that one was begun by hand."""
+    if not connection.is_in_transaction():
+        async with connection.transaction(isolation="read_committed"):
+            yield
+        return
+    await connection.execute("SAVEPOINT enqueue_many")
+    try:
+        yield
+    except BaseException:
+        if not connection.is_closed():
+            await connection.execute("ROLLBACK TO SAVEPOINT enqueue_many; RELEASE SAVEPOINT enqueue_many")
+        raise
+    await connection.execute("RELEASE SAVEPOINT enqueue_many")
+
+
+async def _refuse_oversized(connection: asyncpg.Connection, job: NewJob) -> None:
+    """Raise ValueError for a payload that the table would refuse: asked first, it aborts no transaction."""
+    size: int = await connection.fetchval("SELECT pg_column_size($1::text::jsonb)", job.payload)
+    if size > PAYLOAD_BYTES:
+        raise ValueError(f"payload: 1 MiB ({PAYLOAD_BYTES:,} bytes) as stored is allowed, this has {size:,}")
+
+
+READ_STATE = """
+SELECT state, result::text AS result, last_error
+FROM {schema}.jobs
+WHERE id = $1
+"""
+
+
+async def wait(
+    connection: asyncpg.Connection, id: int, *, timeout_seconds: float, schema: str = "public"
+) -> Finished:
+    """Wait until the job has ended; polls, ever more slowly up to once a second.
+
+    Raises TimeoutError when it has not ended in time, LookupError when there is no such job (any more: a
+    retention of 0 deletes a job as it succeeds). In a transaction that began before the job ended only read
+    committed sees its end.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_seconds
+    pause_seconds = _FIRST_POLL_SECONDS
+    while True:
+        # Each look may take a second even at the very end, so that a limit of 0 is one look.
+        row = await connection.fetchrow(
+            _in_schema(READ_STATE, schema), id, timeout=max(deadline - loop.time(), 1.0)
+        )
+        if row is None:
+            raise LookupError(f"there is no job {id}")
+        if row["state"] == "succeeded":
+            result = row["result"]
+            return Finished("succeeded", None if result is None else decode_json(result), None)
+        if row["state"] in ("dead", "cancelled"):
+            return Finished(row["state"], None, row["last_error"])
+        remaining_seconds = deadline - loop.time()
+        if remaining_seconds <= 0:
+            raise TimeoutError(f"job {id} is still {row['state']} after {timeout_seconds:g} s")
+        await asyncio.sleep(min(pause_seconds, remaining_seconds))
+        pause_seconds = min(pause_seconds * 1.5, _SLOWEST_POLL_SECONDS)
+
+
+def _in_schema(template: str, schema: str) -> str:
+    return template.replace("{schema}", '"' + schema.replace('"', '""') + '"')

@@ -1,0 +1,157 @@
+"""Pruning: what has outlived its retention goes, in small batches that nobody has to wait for.
+
+Each function is one short statement, skips locked rows and returns where to go on; whoever calls decides how
+often, and may stop between any two. A walk that is broken off loses nothing: the next one starts at the
+front.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database
+
+FROM_THE_START = 0
+_LEDGER_BATCH = 1_000
+
+
+class PruneStep(NamedTuple):
+    """What one step did, and the cursor of the next one; None at the end of the walk."""
+
+    deleted: int
+    next_cursor: int | None
+
+
+# A page of the primary key: there is no index on completed_at on purpose, every completion would pay for it.
+# Rows come in about the order of their creation, and nothing ends before it is created: the walk is over at
+# the first page that is younger than every retention, which in a table of young rows is the first one. `= ANY
+# (ARRAY(…))` keeps the look-ups on the primary key whatever the planner believes about the number of rows.
+PRUNE_JOBS = """
+WITH page AS MATERIALIZED (
+    SELECT id, created_at
+    FROM {schema}.jobs
+    WHERE id > $1
+    ORDER BY id
+    LIMIT 1000
+), bound AS MATERIALIZED (
+    SELECT max(id) AS id,
+        min(created_at) < now() - LEAST($2::float8, $3::float8) * interval '1 second' AS goes_on
+    FROM page
+), old AS MATERIALIZED (
+    SELECT id
+    FROM {schema}.jobs
+    WHERE id > $1 AND id <= (SELECT bound.id FROM bound) AND state NOT IN ('ready', 'running')
+        AND completed_at
+            < now() - CASE state WHEN 'dead' THEN $3::float8 ELSE $2::float8 END * interval '1 second'
+    FOR UPDATE SKIP LOCKED
+), failures AS (
+    DELETE FROM {schema}.job_failures WHERE job_id = ANY (ARRAY(SELECT id FROM old))
+), deleted AS (
+    DELETE FROM {schema}.jobs WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING id
+)
+SELECT (SELECT count(*) FROM deleted) AS deleted, bound.id, bound.goes_on
+FROM bound
+"""
+
+
+async def prune_jobs(
+    connection: Connection,
+    database: Database,
+    *,
+    cursor: int = FROM_THE_START,
+    retention_seconds: float | None,
+    dead_retention_seconds: float | None,
+) -> PruneStep:
+    """Look at one page of at most 1,000 jobs; delete the finished ones past retention with their failures.
+
+    `retention_seconds` is for succeeded and cancelled jobs; None keeps them for ever. The cursor is an id.
+    """
+    if retention_seconds is None and dead_retention_seconds is None:
+        return PruneStep(0, None)
+    row = await connection.fetchrow(
+        database.sql(PRUNE_JOBS), cursor, retention_seconds, dead_retention_seconds
+    )
+    return PruneStep(row["deleted"], row["id"] if row["goes_on"] else None)
+
+
+# What a deleted job leaves behind: one deleted by its completion (a retention of 0), or by hand.
+PRUNE_ORPHANED_FAILURES = """
+WITH page AS MATERIALIZED (
+    SELECT job_id
+    FROM {schema}.job_failures
+    WHERE job_id > $1
+    ORDER BY job_id
+    LIMIT 1000
+), orphaned AS MATERIALIZED (
+    SELECT DISTINCT p.job_id
+    FROM page AS p
+    WHERE (SELECT j.id FROM {schema}.jobs AS j WHERE j.id = p.job_id) IS NULL
+), deleted AS (
+    DELETE FROM {schema}.job_failures WHERE job_id = ANY (ARRAY(SELECT job_id FROM orphaned)) RETURNING job_id
+)
+SELECT (SELECT count(*) FROM deleted) AS deleted, (SELECT max(job_id) FROM page) AS last_id
+"""
+
+
+async def prune_orphaned_failures(
+    connection: Connection, database: Database, *, cursor: int = FROM_THE_START
+) -> PruneStep:
+    """Look at one page of at most 1,000 failures; delete those whose job is gone. The cursor is a job id."""
+    row = await connection.fetchrow(database.sql(PRUNE_ORPHANED_FAILURES), cursor)
+    return PruneStep(row["deleted"], row["last_id"])
+
+
+# Index job_effects_committed_at, block ranges. The lower bound keeps a walk from reading again what it has
+# deleted. The job is looked up key by key, through its unique index: as a join it could become a scan of all
+# jobs.
+PRUNE_LEDGER = """
+WITH old AS MATERIALIZED (
+    SELECT e.idempotency_key, e.committed_at
+    FROM {schema}.job_effects AS e
+    WHERE e.committed_at >= timestamptz 'epoch' + $1::bigint * interval '1 microsecond'
+        AND e.committed_at < now() - $2::float8 * interval '1 second'
+        AND COALESCE(
+            (SELECT j.state FROM {schema}.jobs AS j WHERE j.idempotency_key = e.idempotency_key), 'none'
+        ) NOT IN ('ready', 'running')
+    LIMIT 1000
+    FOR UPDATE OF e SKIP LOCKED
+), deleted AS (
+    DELETE FROM {schema}.job_effects
+    WHERE idempotency_key = ANY (ARRAY(SELECT idempotency_key FROM old))
+    RETURNING committed_at
+)
+SELECT count(*) AS deleted, (extract(epoch FROM max(committed_at)) * 1000000)::bigint AS last_moment
+FROM deleted
+"""
+
+
+async def prune_ledger(
+    connection: Connection,
+    database: Database,
+    *,
+    cursor: int = FROM_THE_START,
+    ledger_retention_seconds: float | None,
+) -> PruneStep:
+    """Delete at most 1,000 ledger rows past retention, never one whose key an unfinished job has.
+
+    From then on a job that is enqueued with that key has its effect again. The cursor is a moment.
+    """
+    if ledger_retention_seconds is None:
+        return PruneStep(0, None)
+    row = await connection.fetchrow(database.sql(PRUNE_LEDGER), cursor, ledger_retention_seconds)
+    return PruneStep(row["deleted"], row["last_moment"] if row["deleted"] == _LEDGER_BATCH else None)
+
+
+# The reaper tells crashed from merely late by presence: what has lapsed says the same as what is gone.
+PRUNE_PROCESSES = """
+DELETE FROM {schema}.processes
+WHERE id IN (
+    SELECT id FROM {schema}.processes WHERE expires_at < now() - interval '5 minutes' FOR UPDATE SKIP LOCKED)
+RETURNING id
+"""
+
+
+async def prune_processes(connection: Connection, database: Database) -> int:
+    """Delete the presence rows of processes that have been gone for five minutes; returns how many."""
+    return len(await connection.fetch(database.sql(PRUNE_PROCESSES)))

@@ -1,0 +1,238 @@
+"""Settle: the fenced statements that end an attempt, and the look that resolves an outcome nobody acknowledged.
+
+Every one matches id, owner and fence, goes through jobs_pkey (`state = 'running'` is left out on purpose: it says nothing that
+ownership does not, and offers the planner the expiry index, which an old snapshot keeps full of dead entries), and returns
+(id, fence). What is missing from the answer has lost its lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from worker.domain import ClaimedJob, Verdict
+from worker.store.leasing import Key
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database
+
+
+class Completion(NamedTuple):
+    """One attempt that is to end as succeeded."""
+
+    id: int
+    fence: int
+    result: str | None
+    """JSON text."""
+    has_effects: bool
+
+
+_HELD = """
+WITH held AS (
+    SELECT * FROM unnest($1::bigint[], $2::bigint[], $3::text[], $4::boolean[]) AS h(id, fence, result, has_effects)
+), done AS ("""
+
+_KEEP = """
+    UPDATE {schema}.jobs AS j
+    SET state = 'succeeded', completed_at = now(), lease_owner = NULL, lease_until = NULL, last_error = NULL,
+        result = held.result::jsonb
+    FROM held
+    WHERE j.id = held.id AND j.fence = held.fence AND j.lease_owner = $5
+    RETURNING j.id, j.fence, j.idempotency_key, held.has_effects
+)"""
+
+_DELETE = """
+    DELETE FROM {schema}.jobs AS j
+    USING held
+    WHERE j.id = held.id AND j.fence = held.fence AND j.lease_owner = $5
+    RETURNING j.id, j.fence, j.idempotency_key, held.has_effects
+), forgotten AS (
+    DELETE FROM {schema}.job_failures AS f USING done WHERE f.job_id = done.id
+)"""
+
+_WITH_LEDGER = """, ledger AS (
+    INSERT INTO {schema}.job_effects (idempotency_key, job_id, fence)
+    SELECT done.idempotency_key, done.id, done.fence FROM done
+    WHERE done.has_effects AND NOT done.idempotency_key ^@ 'auto:'
+    ORDER BY done.idempotency_key
+    ON CONFLICT (idempotency_key) DO NOTHING
+    RETURNING idempotency_key
+)
+SELECT done.id, done.fence,
+    done.has_effects AND NOT done.idempotency_key ^@ 'auto:'
+        AND NOT EXISTS (SELECT FROM ledger WHERE ledger.idempotency_key = done.idempotency_key) AS already_applied
+FROM done
+"""
+
+_WITHOUT_LEDGER = "\nSELECT done.id, done.fence, false AS already_applied FROM done\n"
+
+# jobs_pkey, rows in the order of the arrays: sorted by id, so that two groups cannot lock each other out.
+COMPLETE = {
+    (deletes, ledger): _HELD + (_DELETE if deletes else _KEEP) + (_WITH_LEDGER if ledger else _WITHOUT_LEDGER)
+    for deletes in (False, True)
+    for ledger in (False, True)
+}
+
+
+async def complete(
+    connection: Connection,
+    database: Database,
+    completions: Sequence[Completion],
+    *,
+    owner: str,
+    deletes: bool,
+) -> dict[Key, bool]:
+    """End these attempts as succeeded and enter the keys of those with effects into the ledger.
+
+    Returns, by (id, fence), whether the key's effect had been applied before: then its effects are to be skipped. `deletes`
+    removes the rows instead of keeping them as history. With effects, call it inside the transaction that applies them.
+    """
+    ordered = sorted(completions)
+    ids, fences, results, has_effects = map(list, zip(*ordered, strict=True))
+    text = COMPLETE[deletes, any(has_effects)]
+    rows = await connection.fetch(database.sql(text), ids, fences, results, has_effects, owner)
+    return {(row[0], row[1]): row[2] for row in rows}
+
+
+class Settlement(NamedTuple):
+    """One attempt that is to end unfinished."""
+
+    id: int
+    fence: int
+    verdict: Verdict
+
+
+class Settled(NamedTuple):
+    state: str
+    queue: str
+
+
+# jobs_pkey. Failures of a job are kept for its last 20 attempts: 19 older ones and the one inserted here.
+SETTLE = """
+WITH held AS (
+    SELECT * FROM unnest($1::bigint[], $2::bigint[], $3::text[], $4::float8[], $5::text[], $6::text[], $7::text[])
+        AS h(id, fence, verb, delay_seconds, outcome, error, detail)
+), settled AS (
+    UPDATE {schema}.jobs AS j
+    SET state = CASE WHEN held.verb = 'bury' OR held.verb = 'retry' AND j.attempts >= j.max_attempts THEN 'dead' ELSE 'ready' END,
+        completed_at = CASE WHEN held.verb = 'bury' OR held.verb = 'retry' AND j.attempts >= j.max_attempts THEN now() END,
+        attempts = CASE held.verb WHEN 'give_back' THEN GREATEST(j.attempts - 1, 0) ELSE j.attempts END,
+        available_at = COALESCE(now() + held.delay_seconds * interval '1 second', j.available_at),
+        last_error = COALESCE(held.error, j.last_error),
+        lease_owner = NULL, lease_until = NULL
+    FROM held
+    WHERE j.id = held.id AND j.fence = held.fence AND j.lease_owner = $8
+    RETURNING j.id, j.fence, j.state, j.queue, j.attempts, held.outcome, held.detail
+), failures AS (
+    INSERT INTO {schema}.job_failures (job_id, fence, attempt, worker, outcome, error)
+    SELECT s.id, s.fence, s.attempts, $8, s.outcome, s.detail FROM settled AS s WHERE s.outcome IS NOT NULL
+    ON CONFLICT (job_id, fence) DO NOTHING
+), trimmed AS (
+    DELETE FROM {schema}.job_failures AS f
+    USING settled AS s
+    WHERE s.outcome IS NOT NULL AND f.job_id = s.id AND f.fence <= (
+        SELECT g.fence FROM {schema}.job_failures AS g WHERE g.job_id = s.id ORDER BY g.fence DESC OFFSET 19 LIMIT 1)
+)
+SELECT id, fence, state, queue FROM settled
+"""
+
+
+async def settle(
+    connection: Connection, database: Database, settlements: Sequence[Settlement], *, owner: str
+) -> dict[Key, Settled]:
+    """Return these jobs to ready or bury them, as their verdicts say. By (id, fence); missing: the lease was lost."""
+    ordered = sorted(settlements, key=lambda settlement: settlement.id)
+    ids, fences, verdicts = zip(*ordered, strict=True)
+    rows = await connection.fetch(
+        database.sql(SETTLE), ids, fences, *(list(column) for column in zip(*verdicts, strict=True)), owner
+    )
+    return {(row[0], row[1]): Settled(row[2], row[3]) for row in rows}
+
+
+WAKE = "SELECT {schema}.wake_workers(queue) FROM unnest($1::text[]) AS queue"
+
+
+async def wake(connection: Connection, database: Database, queues: Sequence[str]) -> None:
+    """Tell a hungry process, if there is one, that jobs of these queues became ready."""
+    await connection.execute(database.sql(WAKE), list(queues))
+
+
+class Ruling(NamedTuple):
+    """What the database says of an attempt whose last word was not acknowledged."""
+
+    state: str | None
+    """None: the row is gone."""
+    mine: bool
+    """Owner and fence are still ours: it has not been settled, write again."""
+    done: bool
+    """The completion is committed (by this attempt, not by another)."""
+
+
+# jobs_pkey. The row lock makes it wait for a commit that is still in flight. The presence is written so that this transaction
+# has something to commit: its clean end then proves that the commits before it have reached a synchronous standby too.
+RULE = """
+WITH proof AS (
+    UPDATE {schema}.processes SET seen_at = now() WHERE id = $3
+), held AS (
+    SELECT * FROM unnest($1::bigint[], $2::bigint[], $4::text[]) AS h(id, fence, key)
+), locked AS MATERIALIZED (
+    SELECT j.id, j.fence, j.state, j.lease_owner FROM {schema}.jobs AS j
+    WHERE j.id = ANY ($1) ORDER BY j.id FOR NO KEY UPDATE
+)
+SELECT held.id, held.fence, locked.state,
+    COALESCE(locked.fence = held.fence AND locked.lease_owner IS NOT DISTINCT FROM $3, false) AS mine,
+    COALESCE(locked.fence = held.fence AND locked.state = 'succeeded', false)
+        OR EXISTS (
+            SELECT FROM {schema}.job_effects AS e
+            WHERE e.idempotency_key = held.key AND e.job_id = held.id AND e.fence = held.fence) AS done
+FROM held LEFT JOIN locked ON locked.id = held.id
+"""
+
+
+async def rule(
+    connection: Connection, database: Database, jobs: Sequence[ClaimedJob], *, owner: str
+) -> dict[Key, Ruling]:
+    """Look under a row lock how these attempts ended. Raises 55P03 (lock time-out) while a commit is still in flight."""
+    ids, fences, keys = [job.id for job in jobs], [job.fence for job in jobs], [job.key for job in jobs]
+    rows = await connection.fetch(database.sql(RULE), ids, fences, owner, keys)
+    return {(row[0], row[1]): Ruling(row[2], row[3], row[4]) for row in rows}
+
+
+# --- a handler's own transaction -----------------------------------------------------------------------------------------
+
+GUARD = "INSERT INTO {schema}.open_transactions (job_id, fence) VALUES ($1, $2)"
+
+
+async def open_own(
+    connection: Connection, database: Database, job: ClaimedJob, *, owner: str, deletes: bool
+) -> bool | None:
+    """Inside a transaction just begun: take the fence (which completes the job and locks its row), then the ledger row.
+
+    None: the lease is lost. True: the key's effect had been applied before. False: go on.
+    """
+    answer = await complete(
+        connection, database, [Completion(job.id, job.fence, None, True)], owner=owner, deletes=deletes
+    )
+    already_applied = answer.get((job.id, job.fence))
+    if already_applied is False:
+        await connection.execute(database.sql(GUARD), job.id, job.fence)
+    return already_applied
+
+
+# jobs_pkey. The row may be deleted already (RETENTION 0): then there is nowhere to store a result.
+RESULT = (
+    "UPDATE {schema}.jobs SET result = $3::text::jsonb WHERE id = $1 AND fence = $2 AND state = 'succeeded'"
+)
+UNGUARD = "DELETE FROM {schema}.open_transactions WHERE job_id = $1 AND fence = $2"
+
+
+async def close_own(
+    connection: Connection, database: Database, job: ClaimedJob, *, result: str | None
+) -> bool:
+    """Just before COMMIT. False: this is not the transaction that took the fence, it was ended by hand; do not commit."""
+    removed: str = await connection.execute(database.sql(UNGUARD), job.id, job.fence)
+    if removed != "DELETE 1":
+        return False
+    if result is not None:
+        await connection.execute(database.sql(RESULT), job.id, job.fence, result)
+    return True

@@ -1,0 +1,78 @@
+"""A few connections that handlers and upkeep share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from worker.store.lane import IDLE_SECONDS, MAX_AGE_SECONDS
+from worker.store.trouble import DATABASE_ERRORS
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database
+
+
+class Pool:
+    """At most `size` connections for short use, opened when needed, closed when idle or old.
+
+    A connection is handed on only after its transaction was rolled back and its session reset.
+    """
+
+    def __init__(self, database: Database, size: int) -> None:
+        self._database = database
+        self._size = size
+        self._pool: Any = None
+        self._closed = False
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, *, timeout_seconds: float) -> AsyncIterator[Connection]:
+        """A connection for the block.
+
+        Raises TimeoutError when none is free within the limit, `ConnectFailed` when none can be had.
+        """
+        if self._closed:
+            raise asyncpg.InterfaceError("the pool is closed")
+        if self._pool is None:
+            # Not earlier: asyncpg's pool belongs to the loop that is running here. With no connection to
+            # open, awaiting it waits for nothing.
+            self._pool = await asyncpg.create_pool(
+                min_size=0,
+                max_size=self._size,
+                max_inactive_connection_lifetime=IDLE_SECONDS,
+                connect=self._connect,
+                connection_class=self._database.connection_class,
+                # Behind a pooler the session is somebody else's next; a rollback is all we may do to it.
+                reset=_leave_session if self._database.pooler else None,
+            )
+        pool = self._pool
+        connection = await pool.acquire(timeout=timeout_seconds)
+        opened_at = connection.opened_at
+        try:
+            yield connection
+        finally:
+            # A connection that cannot be reset is gone; what the block did is not affected by that.
+            with contextlib.suppress(*DATABASE_ERRORS):
+                if self._closed or asyncio.get_running_loop().time() - opened_at > MAX_AGE_SECONDS:
+                    connection.terminate()
+                await pool.release(connection, timeout=self._database.limits.statement_timeout_seconds)
+
+    async def close(self, timeout_seconds: float) -> None:
+        """Wait for borrowers and close in peace within the limit, then by force. Raises nothing."""
+        self._closed = True
+        if self._pool is not None:
+            with contextlib.suppress(*DATABASE_ERRORS):
+                async with asyncio.timeout(timeout_seconds):
+                    await self._pool.close()
+
+    async def _connect(self, *_arguments: object, **_keywords: object) -> Connection:
+        connection = await self._database.connect("pool")
+        connection.opened_at = asyncio.get_running_loop().time()
+        return connection
+
+
+async def _leave_session(connection: Connection) -> None:
+    pass

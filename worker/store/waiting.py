@@ -1,0 +1,55 @@
+"""Questions asked around a run: is any work left, does the session carry the limits it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from worker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database
+
+# Indexes jobs_ready, jobs_suspect and jobs_running. A job that was started before and waits for its next attempt counts, one that is
+# first due in the future does not.
+WORK_IS_LEFT = """
+SELECT EXISTS (
+    SELECT FROM {schema}.jobs
+    WHERE state = 'ready' AND queue = ANY ($1) AND kind = ANY ($2)
+        AND (available_at <= now() OR started_at IS NOT NULL)
+) OR EXISTS (
+    SELECT FROM {schema}.jobs
+    WHERE state = 'running' AND queue = ANY ($1) AND kind = ANY ($2)
+)
+"""
+
+
+async def work_is_left(
+    connection: Connection, database: Database, *, queues: Sequence[str], kinds: Sequence[str]
+) -> bool:
+    """Whether a job of these queues and kinds is running or ready, its retries of the future included."""
+    return bool(await connection.fetchval(database.sql(WORK_IS_LEFT), list(queues), list(kinds)))
+
+
+LIMITS = "SELECT name, setting::bigint FROM pg_settings WHERE name = ANY ($1)"
+
+
+async def verify_session(connection: Connection, database: Database) -> None:
+    """Behind a transaction pooler sessions cannot be set, so the role must carry the time limits. Raises ConfigError."""
+    if not database.pooler:
+        return
+    limits = database.limits
+    most = {
+        "statement_timeout": limits.statement_timeout_seconds,
+        "lock_timeout": limits.lock_timeout_seconds,
+        "idle_in_transaction_session_timeout": limits.idle_in_transaction_seconds,
+    }
+    rows = await connection.fetch(LIMITS, list(most))
+    lines = [
+        f"WORKER_POOLER=transaction: the role's {name} is {value or 'unlimited'}; set it with"
+        f" ALTER ROLE … SET {name} = '{int(most[name] * 1000)}ms' (or less)"
+        for name, value in rows
+        if not 0 < value <= most[name] * 1000
+    ]
+    if lines:
+        raise ConfigError(*lines)

@@ -1,0 +1,137 @@
+"""The watch: from the rights thread it sees whether the loop of the handlers turns and claims go on, and tells who asks.
+
+It logs a blocked loop with the stack of what blocks it, leaves the heartbeat that `worker health` reads, and feeds systemd's
+watchdog: as long as renewals are tried, and either claims go on or the loop is blocked by a handler within its time-out. A database
+that is away stops neither: a restart would not bring it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from worker import events, logs
+from worker.clock import local_seconds
+from worker.health import Heartbeat, HealthFile, process_started
+
+if TYPE_CHECKING:
+    from worker.claimer import Claimer
+    from worker.keeper import Keeper
+    from worker.pool import Pool
+
+BEAT_SECONDS = 1.0
+LOOP_BLOCKED_SECONDS = 1.0
+_STACK_FRAMES = 20
+
+
+class Watch:
+    """Runs in the rights thread's loop; made in the loop that it watches."""
+
+    def __init__(
+        self,
+        *,
+        process_id: str,
+        version: str,
+        pool: Pool,
+        claimer: Claimer,
+        keeper: Keeper,
+        claim_allowed_seconds: float,
+        health_file: HealthFile | None,
+        beat: Callable[[], None],
+        alive: Callable[[], None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._process_id = process_id
+        self._version = version
+        self._pool = pool
+        self._claimer = claimer
+        self._keeper = keeper
+        self._claim_allowed_seconds = claim_allowed_seconds
+        self._health_file = health_file
+        self._beat = beat
+        self._alive = alive
+        self._stopping = stopping
+        self._work_loop = asyncio.get_running_loop()
+        self._work_thread = threading.get_ident()
+        self._pid_started = process_started(os.getpid()) or ""
+        self._asked_at: float | None = None
+        self._reported = False
+        self.lag_seconds = 0.0
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            self._ask()
+            await asyncio.sleep(BEAT_SECONDS)
+            self._look()
+            self._beat()
+
+    def _ask(self) -> None:
+        if self._asked_at is None:
+            self._asked_at = local_seconds()
+            try:
+                self._work_loop.call_soon_threadsafe(self._answer)
+            except RuntimeError:
+                self._asked_at = None  # the loop has ended; so will this thread
+
+    def _answer(self) -> None:
+        self._asked_at = None
+
+    def _look(self) -> None:
+        now = local_seconds()
+        asked_at = self._asked_at
+        self.lag_seconds = 0.0 if asked_at is None else now - asked_at
+        if self.lag_seconds < LOOP_BLOCKED_SECONDS * 0.9:
+            self._reported = False
+        elif not self._reported:
+            self._reported = True
+            self._report()
+        loop_allowed = self.lag_seconds > 0 and self._within_time_out(now)
+        claim_age = now - self._claimer.passed_at
+        if self._health_file is not None:
+            self._health_file.write(
+                Heartbeat(
+                    id=self._process_id,
+                    pid=os.getpid(),
+                    pid_started=self._pid_started,
+                    version=self._version,
+                    written_at_seconds=now,
+                    beat_seconds=BEAT_SECONDS,
+                    loop_lag_seconds=self.lag_seconds,
+                    loop_allowed=loop_allowed,
+                    claim_age_seconds=claim_age,
+                    claim_allowed_seconds=self._claim_allowed_seconds,
+                    database_up=self._keeper.database_up,
+                    stopping=self._stopping(),
+                )
+            )
+        claims_go_on = claim_age < self._claim_allowed_seconds or not self._keeper.database_up
+        if (
+            loop_allowed
+            or self._stopping()
+            or (claims_go_on and self.lag_seconds < self._claim_allowed_seconds)
+        ):
+            self._alive()
+
+    def _within_time_out(self, now: float) -> bool:
+        """Whether a handler that may be what blocks the loop is still within its time-out."""
+        return any(
+            attempt.held.renew_until is not None and now < attempt.held.renew_until
+            for attempt in self._pool.running()
+        )
+
+    def _report(self) -> None:
+        frame = sys._current_frames().get(self._work_thread)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame, limit=_STACK_FRAMES))
+        kinds = sorted({attempt.held.job.kind for attempt in self._pool.running()})
+        logs.emit(
+            events.LOOP_BLOCKED,
+            blocked_seconds=round(self.lag_seconds, 3),
+            kind=kinds[0] if len(kinds) == 1 else kinds,
+            stack=stack,
+        )
