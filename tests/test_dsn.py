@@ -178,9 +178,7 @@ def test_a_badly_encoded_password_is_refused_and_no_part_of_it_shown(text: str) 
         ("postgresql://::1/app", "stands in [ ]"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_kept_is_refused_by_name(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_kept_is_refused_by_name(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert said in refusal(text)
 
@@ -253,6 +251,12 @@ def test_a_password_comes_from_the_first_line_that_matches(tmp_path: Path) -> No
     assert password_from(path, "h", 5433, "app", "m:e") == "last"
     target = read("postgresql://m%3Ae@h/app", PGPASSFILE=str(path))
     assert target.connect_arguments(target.addresses[0])["password"] == PASSWORD
+
+
+def test_a_password_from_a_file_is_masked_from_then_on(tmp_path: Path) -> None:
+    target = read("postgresql://me@h/app", PGPASSFILE=str(passfile(tmp_path, "*:*:*:*:only-in-the-file\n")))
+    target.connect_arguments(target.addresses[0])
+    assert masking.masked("it said only-in-the-file") == "it said ***"
 
 
 def test_a_socket_goes_by_the_name_of_localhost_or_its_directory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import json
 import logging
@@ -38,9 +39,7 @@ def rendered(**fields: object) -> dict[str, Any]:
 
 def run(code: str, *, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     """A process that configures logs and then runs `code`."""
-    program = (
-        "from worker import events, logs\nlogs.configure(worker='w-1', version='1')\n" + textwrap.dedent(code)
-    )
+    program = "from worker import events, logs\nlogs.configure(worker='w-1', version='1')\n" + textwrap.dedent(code)
     return subprocess.run(
         [sys.executable, "-W", "always", "-c", program],
         stdout=stdout,
@@ -335,6 +334,10 @@ def speaking(code: str, stdout: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", program], stdout=stdout)
 
 
+linux_pipes = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a test choose the size of a pipe")
+
+
+@linux_pipes
 def test_a_full_pipe_drops_lines_counts_them_and_says_so_when_it_flows_again() -> None:
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
@@ -406,6 +409,7 @@ def test_a_stdout_that_takes_nothing_kills_nobody(closed: str) -> None:
     assert process.wait(timeout=20) == 7
 
 
+@linux_pipes
 def test_lines_wait_for_a_pipe_that_others_made_non_blocking() -> None:
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
@@ -423,6 +427,31 @@ def test_lines_wait_for_a_pipe_that_others_made_non_blocking() -> None:
     os.close(reader)
 
 
+@pytest.mark.parametrize(("number", "kept"), [(errno.ENOSPC, True), (errno.EPIPE, False)])
+def test_lines_wait_for_room_on_a_disk_and_are_counted_when_nobody_will_read(
+    monkeypatch: pytest.MonkeyPatch, number: int, kept: bool
+) -> None:
+    written: list[bytes] = []
+    troubles = [OSError(number, "no"), OSError(number, "no")]
+
+    def write(_fd: int, data: bytes) -> int:
+        if troubles:
+            raise troubles.pop()
+        written.append(bytes(data))
+        return len(data)
+
+    monkeypatch.setattr("worker.log_sink.os.write", write)
+    monkeypatch.setattr("worker.log_sink._RETRY_SECONDS", 0.01)
+    sink = Sink(1, dropped_line=lambda lines: b"%d dropped\n" % lines)
+    for line in (b"first\n", b"second\n", b"third\n"):
+        sink.put(line)
+        assert sink.flush(5)
+    assert sink.flush(5)
+    said = b"".join(written)
+    assert said == (b"first\nsecond\nthird\n" if kept else b"third\n2 dropped\n")
+
+
+@linux_pipes
 def test_the_queue_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.log_sink.MAX_QUEUED_BYTES", 1000)
     reader, writer = os.pipe()

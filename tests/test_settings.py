@@ -40,9 +40,7 @@ RELATED = {"WORKER_RENEW_SECONDS", "WORKER_LEASE_MARGIN_SECONDS", "WORKER_CLAIM_
 
 
 @pytest.mark.parametrize("text", ["", " ", "\t\n"])
-@pytest.mark.parametrize(
-    "variable", [variable_of(name) for name in Settings.model_fields if name != "database_url"]
-)
+@pytest.mark.parametrize("variable", [variable_of(name) for name in Settings.model_fields if name != "database_url"])
 def test_unset_and_empty_mean_the_default(variable: str, text: str) -> None:
     assert loaded(**{variable: text}) == loaded()
 

@@ -123,9 +123,7 @@ class Attempt:
                 value = await self._kind.function(job)  # type: ignore[misc]  # is_async says that it is awaitable
             else:
                 context = contextvars.copy_context()
-                value = await self._loop.run_in_executor(
-                    self._executor, context.run, self._kind.function, job
-                )
+                value = await self._loop.run_in_executor(self._executor, context.run, self._kind.function, job)
             outcome = self._returned(job, value)
         except BaseException as error:
             # The edge of the user's code. A cancellation ends here because this task is the attempt, and whoever cancels it
@@ -219,7 +217,8 @@ class Attempt:
             self._decide_lost(self.reason)
 
     def _decide_lost(self, reason: CancelReason | None) -> None:
-        assert self._job is not None and reason is not None
+        assert self._job is not None
+        assert reason is not None
         if not self._job._committed and self.held.phase is not Phase.OWN_TRANSACTION:
             self._decide(Abandoned(reason=reason))
 

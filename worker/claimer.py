@@ -1,9 +1,9 @@
 """The claimer: one a process, it turns free slots into claimed jobs.
 
-It asks for the free slots plus what they will finish while the answer travels (Little: rate x round trip x 2), so that long jobs
-are never claimed early and short ones never waited for. Each place (queue and priority) has a cursor; what sorts before it (late
-commits, released and reaped jobs) and new places are found by a survey of the index from its start: as often as it is cheap
-(5 % of the time), and every 5 s at least.
+It asks for the free slots plus what all slots could finish while the answer travels (Little: slots / seconds a job x round trip
+x 2), so that long jobs are never claimed early and short ones never waited for. Each place (queue and priority) has a cursor; what
+sorts before it (late commits, released and reaped jobs) and new places are found by a survey of the index from its start: as often
+as it is cheap (5 % of the time), and every 5 s at least.
 
 Without work it says that it is hungry, looks once more, and waits: for a notification, a freed slot, the next due job, or the poll.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SURVEY_SHARE = 0.05
 SURVEY_AT_LEAST_EVERY_SECONDS = 5.0
-SURVEY_WHILE_FULL_SECONDS = 0.05
+SURVEY_PAUSE_SECONDS = 0.05
 HUNGRY_AFTER_SECONDS = 0.1
 HUNGRY_FLIP_SECONDS = 1.0
 PAYLOAD_BYTES_A_CLAIM = 16 * 1024 * 1024
@@ -43,6 +43,8 @@ _FIRST_POLLS_SECONDS = (0.02, 0.05, 0.1, 0.25)
 class Slots(Protocol):
     """What the pool tells the claimer."""
 
+    workers: int
+
     def free(self) -> int:
         """Worker tasks that wait for a job."""
 
@@ -52,8 +54,8 @@ class Slots(Protocol):
     def waiting_bytes(self) -> int:
         """Their payloads."""
 
-    def finished(self) -> int:
-        """Attempts that have ended since the start."""
+    def finished(self) -> tuple[int, float]:
+        """Attempts that have ended since the start, and the seconds of slots that they took."""
 
     def suspect_runs(self) -> bool:
         """Whether a job that lost a process before is among those held."""
@@ -111,11 +113,11 @@ class Claimer:
         self._places = {(queue, 0): Place(queue, 0) for queue in queues}
         self._suspects: list[Place] = []
         self._next_survey_at = 0.0
-        self._survey_allowed_at = 0.0
+        self._notified = False
         self._turn = 0
-        self._rate = 0.0
+        self._slot_seconds = math.inf
         self._round_trip_seconds = 0.002
-        self._measured = (local_seconds(), 0)
+        self._measured = (0, 0.0)
         self._hungry = False
         self._hungry_since = 0.0
         self._wanting_since: float | None = None
@@ -141,7 +143,7 @@ class Claimer:
     def wake(self, *, notified: bool = False) -> None:
         """Look now: a slot has become free, or (`notified`) jobs have appeared, perhaps behind the cursors."""
         if notified:
-            self._next_survey_at = min(self._next_survey_at, self._survey_allowed_at)
+            self._notified = True
             self._polls = 0
         self._wake.set()
 
@@ -156,9 +158,7 @@ class Claimer:
                 await self._wait(None)
                 continue
             try:
-                async with asyncio.timeout(
-                    self._claim_timeout_seconds * 2 + self._database.connect_timeout_seconds
-                ):
+                async with asyncio.timeout(self._claim_timeout_seconds * 2 + self._database.connect_timeout_seconds):
                     await self._recover_lost_claims()
                     wait_seconds = await self._round(wish)
             except DATABASE_ERRORS as error:
@@ -190,24 +190,23 @@ class Claimer:
         return wish if wish >= enough else 0
 
     def _ahead(self) -> int:
-        if (
-            self._batch == 1
-            or self._slots.suspect_runs()
-            or self._slots.waiting_bytes() >= PAYLOAD_BYTES_AHEAD
-        ):
+        if self._batch == 1 or self._slots.suspect_runs() or self._slots.waiting_bytes() >= PAYLOAD_BYTES_AHEAD:
             return 0
         if any(place.due_at <= local_seconds() for place in self._suspects):
             return 0  # let the inbox run empty, so that a suspect takes nobody with it
-        return min(int(self._rate * self._round_trip_seconds * 2), 2 * self._batch)
+        jobs_a_second = self._slots.workers / max(self._slot_seconds, 1e-6)
+        return min(int(jobs_a_second * self._round_trip_seconds * 2), 2 * self._batch)
 
     def _measure(self, sent_at: float) -> None:
-        now = local_seconds()
-        then, finished_then = self._measured
-        finished = self._slots.finished()
-        if now > then:
-            self._rate += 0.3 * ((finished - finished_then) / (now - then) - self._rate)
-        self._measured = (now, finished)
-        self._round_trip_seconds += 0.3 * (now - sent_at - self._round_trip_seconds)
+        """How long a job takes a slot and a claim takes to answer, over the last few claims."""
+        finished, busy_seconds = self._slots.finished()
+        jobs = finished - self._measured[0]
+        if jobs > 0:
+            mean_seconds = (busy_seconds - self._measured[1]) / jobs
+            old_seconds = mean_seconds if math.isinf(self._slot_seconds) else self._slot_seconds
+            self._slot_seconds = old_seconds + 0.3 * (mean_seconds - old_seconds)
+            self._measured = (finished, busy_seconds)
+        self._round_trip_seconds += 0.3 * (local_seconds() - sent_at - self._round_trip_seconds)
 
     # --- one round
 
@@ -215,23 +214,31 @@ class Claimer:
         """Ask for `wish` jobs, one statement a place until enough came; returns how long to wait before the next round."""
         connection = await self._ready_connection()
         now = local_seconds()
-        if now >= self._next_survey_at:
+        notified, self._notified = self._notified, False
+        if now >= self._next_survey_at and not notified:
             await self._survey(connection)
-        elif not any(place.due_at <= now for place in self._places.values()):
+        elif notified or not self._due():
             for place in self._places.values():
-                place.due_at = min(place.due_at, now)  # behind the cursors, which costs next to nothing
+                place.due_at = min(place.due_at, now)  # look behind the cursors, which costs next to nothing
         taken = await self._claim_suspect(connection)
         for place in self._in_turn():
             if taken >= wish or self._stopping:
                 break
             taken += await self._claim_place(connection, place, wish - taken)
-        if taken == 0:
-            return await self._idle(connection)
-        self._wanting_since = None
-        self._polls = 0
-        if taken >= wish and self._hungry and now - self._hungry_since >= HUNGRY_FLIP_SECONDS:
-            await self._say_hungry(connection, False)
-        return 0
+        if taken > 0:
+            self._wanting_since = None
+            self._polls = 0
+            if taken >= wish and self._hungry and now - self._hungry_since >= HUNGRY_FLIP_SECONDS:
+                await self._say_hungry(connection, False)
+        if self._due():
+            return 0
+        if notified and taken == 0:
+            return max(self._next_survey_at - local_seconds(), 0)  # it stands behind the cursors, or where nothing stood before
+        return await self._idle(connection)
+
+    def _due(self) -> list[Place]:
+        now = local_seconds()
+        return [place for place in self._places.values() if place.due_at <= now]
 
     async def _ready_connection(self) -> Connection:
         connection = await self._lane.get()
@@ -246,9 +253,9 @@ class Claimer:
         async with self._limit():
             found = await claiming.survey(connection, self._database, self._queues)
         now = local_seconds()
-        pause_seconds = min((now - asked_at) / SURVEY_SHARE, SURVEY_AT_LEAST_EVERY_SECONDS)
-        self._survey_allowed_at = now + pause_seconds
-        self._next_survey_at = now + max(pause_seconds, SURVEY_WHILE_FULL_SECONDS)
+        pause_seconds = max((now - asked_at) / SURVEY_SHARE, SURVEY_PAUSE_SECONDS)
+        self._next_survey_at = now + min(pause_seconds, SURVEY_AT_LEAST_EVERY_SECONDS)
+        self._places = {at: place for at, place in self._places.items() if place.priority == 0 or at in {r[:2] for r in found}}
         for place in self._places.values():
             place.due_at = math.inf
         self._suspects = []
@@ -264,8 +271,7 @@ class Claimer:
 
     def _in_turn(self) -> list[Place]:
         """The places that may have due jobs: queues in turn, higher priorities first within each."""
-        now = local_seconds()
-        due = [place for place in self._places.values() if place.due_at <= now]
+        due = self._due()
         if len(due) > 1:
             self._turn += 1
             count = len(self._queues)
@@ -285,9 +291,7 @@ class Claimer:
             owner=self._owner,
             lease_seconds=self._lease.seconds,
             cursor=place.cursor,
-            payload_bytes=max(
-                min(PAYLOAD_BYTES_A_CLAIM, PAYLOAD_BYTES_AHEAD - self._slots.waiting_bytes()), 1
-            ),
+            payload_bytes=max(min(PAYLOAD_BYTES_A_CLAIM, PAYLOAD_BYTES_AHEAD - self._slots.waiting_bytes()), 1),
         )
         jobs = await self._uncertain(connection, claim)
         if jobs:
@@ -297,7 +301,6 @@ class Claimer:
         if len(jobs) < limit:
             # Empty behind the cursor, or the payloads were large; what stands before it is found by the next survey.
             place.due_at = math.inf
-            self._next_survey_at = min(self._next_survey_at, self._survey_allowed_at)
         return len(jobs)
 
     async def _claim_suspect(self, connection: Connection) -> int:
@@ -339,19 +342,19 @@ class Claimer:
     # --- nothing to do
 
     async def _idle(self, connection: Connection) -> float:
-        """Nothing is due: say so after a while, and return how long to wait."""
+        """Nothing is left that is due: say so after a while, and return how long to wait."""
         now = local_seconds()
         if self._wanting_since is None:
             self._wanting_since = now
         if not self._hungry and now - self._wanting_since >= HUNGRY_AFTER_SECONDS:
             await self._say_hungry(connection, True)
-            self._next_survey_at = min(self._next_survey_at, self._survey_allowed_at)
-            return 0  # once more: what was committed before the flag was set has notified nobody
+            return max(self._next_survey_at - now, 0)  # once more: what was committed before the flag was set has notified nobody
         seconds = self._poll_seconds * random.uniform(0.8, 1.2)
         if self._polls < len(_FIRST_POLLS_SECONDS):
             seconds = min(_FIRST_POLLS_SECONDS[self._polls], self._poll_seconds)
         self._polls += 1
-        due_at = min([place.due_at for place in (*self._places.values(), *self._suspects)], default=math.inf)
+        places = [*self._places.values()] if self._slots.suspect_runs() else [*self._places.values(), *self._suspects]
+        due_at = min((place.due_at for place in places), default=math.inf)
         return min(seconds, max(due_at - now, 0.001))
 
     async def _say_hungry(self, connection: Connection, hungry: bool) -> None:
@@ -378,9 +381,7 @@ class Claimer:
 
     # --- an answer that never came
 
-    async def _uncertain(
-        self, connection: Connection, claim: Awaitable[list[ClaimedJob]]
-    ) -> list[ClaimedJob]:
+    async def _uncertain(self, connection: Connection, claim: Awaitable[list[ClaimedJob]]) -> list[ClaimedJob]:
         """Await a claim under its limit; if its answer is lost, remember the server process, which may still commit it."""
         pid = connection.get_server_pid()
         try:
@@ -400,8 +401,7 @@ class Claimer:
             gone = [
                 (pid, since)
                 for pid, since in self._lost
-                if local_seconds() - since >= settled_after_seconds
-                and not await claiming.backend_lives(connection, pid=pid)
+                if local_seconds() - since >= settled_after_seconds and not await claiming.backend_lives(connection, pid=pid)
             ]
             held = self._holdings.keys()
             for job in await claiming.recover(connection, self._database, owner=self._owner, held=held):

@@ -154,9 +154,7 @@ class Committer:
         batch = [one for due_at, one in self._later if due_at <= now]
         if batch:
             self._later = [entry for entry in self._later if entry[0] > now]
-        most = max(
-            self._batch, 50
-        )  # a batch of 1 still takes several, and gives each a transaction of its own
+        most = max(self._batch, 50)  # a batch of 1 still takes several, and gives each a transaction of its own
         while self._queue and len(batch) < most:
             batch.append(self._queue.popleft())
         if self._room and len(self._queue) <= BACKLOG:
@@ -211,9 +209,7 @@ class Committer:
         alone = len(members) == 1
         culprit: list[Finished] = []  # whose statement was running
         try:
-            async with asyncio.timeout(
-                self._statement_seconds * (4 + len(members[0].effects)) if alone else self._group_seconds
-            ):
+            async with asyncio.timeout(self._statement_seconds * (4 + len(members[0].effects)) if alone else self._group_seconds):
                 if completes(members[0].outcome):
                     await self._complete(connection, members, culprit)
                 else:
@@ -230,9 +226,7 @@ class Committer:
         if self._caution.is_active:
             self._caution.behaved({effect.sql for one in members for effect in one.effects}, len(members))
 
-    async def _complete(
-        self, connection: Connection, members: Sequence[Finished], culprit: list[Finished]
-    ) -> None:
+    async def _complete(self, connection: Connection, members: Sequence[Finished], culprit: list[Finished]) -> None:
         completions = [
             Completion(one.held.job.id, one.held.job.fence, one.outcome.result, bool(one.outcome.effects))
             if isinstance(one.outcome, Succeeded)
@@ -242,9 +236,7 @@ class Committer:
         has_effects = any(one.effects for one in members)
         if has_effects:
             await connection.execute("BEGIN")
-        answer = await settling.complete(
-            connection, self._database, completions, owner=self._owner, deletes=self._deletes
-        )
+        answer = await settling.complete(connection, self._database, completions, owner=self._owner, deletes=self._deletes)
         present = [one for one in members if one.held.key in answer]
         if has_effects:
             to_apply = [one for one in present if one.effects and not answer[one.held.key]]
@@ -264,9 +256,7 @@ class Committer:
             self._end(one, events.JOB_SUCCEEDED)
         await self._explain(connection, [one for one in members if one.held.key not in answer])
 
-    async def _apply(
-        self, connection: Connection, members: Sequence[Finished], culprit: list[Finished]
-    ) -> None:
+    async def _apply(self, connection: Connection, members: Sequence[Finished], culprit: list[Finished]) -> None:
         """Run the effects. Single ones of the same text in one go, arguments sorted, so that two committers lock shared rows in
         the same order; several of a job one after the other."""
         by_text: dict[str, list[tuple[object, ...]]] = {}
@@ -352,9 +342,7 @@ class Committer:
 
     def _notice(self, _connection: object, message: object) -> None:
         """A COMMIT that answers with "canceling wait for synchronous replication" is not known to be on the standby."""
-        if getattr(message, "sqlstate", "") == "01000" and "canceling" in str(
-            getattr(message, "message", "")
-        ):
+        if getattr(message, "sqlstate", "") == "01000" and "canceling" in str(getattr(message, "message", "")):
             self._wait_cut_short = True
 
     def _keep(self, members: Sequence[Finished], error: BaseException) -> None:
@@ -371,9 +359,7 @@ class Committer:
         except DATABASE_ERRORS:
             self._lane.drop()
 
-    async def _failed(
-        self, members: Sequence[Finished], error: BaseException, culprit: list[Finished]
-    ) -> None:
+    async def _failed(self, members: Sequence[Finished], error: BaseException, culprit: list[Finished]) -> None:
         """A transaction that surely was rolled back."""
         state = sqlstate(error)
         if is_unavailable(error):
@@ -386,14 +372,9 @@ class Committer:
         result_at_fault = (
             has_result
             and not culprit
-            and (
-                (state or "")[:2] in ("22", "54")
-                or getattr(error, "constraint_name", None) == "jobs_result_size"
-            )
+            and ((state or "")[:2] in ("22", "54") or getattr(error, "constraint_name", None) == "jobs_result_size")
         )
-        whose = blame(
-            state, statement_of_job=bool(culprit), alone=len(members) == 1, result_at_fault=result_at_fault
-        )
+        whose = blame(state, statement_of_job=bool(culprit), alone=len(members) == 1, result_at_fault=result_at_fault)
         if len(members) > 1:
             texts = {effect.sql for member in members for effect in member.effects}
             self._caution.failed(texts, len(members), alone=(state or "")[:2] in ("40", "55", "57"))
@@ -441,12 +422,8 @@ class Committer:
         if missing:
             await self._rule(connection, missing, None)
 
-    async def _rule(
-        self, connection: Connection, members: Sequence[Finished], error: BaseException | None
-    ) -> None:
-        rulings = await settling.rule(
-            connection, self._database, [one.held.job for one in members], owner=self._owner
-        )
+    async def _rule(self, connection: Connection, members: Sequence[Finished], error: BaseException | None) -> None:
+        rulings = await settling.rule(connection, self._database, [one.held.job for one in members], owner=self._owner)
         for one in members:
             ruling = rulings[one.held.key]
             gone_as_planned = ruling.state is None and self._deletes and one.uncertain
@@ -454,9 +431,7 @@ class Committer:
                 self._end(one, events.JOB_SUCCEEDED)
             elif ruling.mine:
                 self._keep([one], error or ConnectionError("refused by the fence, which is still ours"))
-            elif (
-                one.uncertain and not completes(one.outcome) and ruling.state in ("ready", "running", "dead")
-            ):
+            elif one.uncertain and not completes(one.outcome) and ruling.state in ("ready", "running", "dead"):
                 self._say_settled(one, ruling.state, 0.0)
             else:
                 reason = "cancelled" if ruling.state == "cancelled" else "lease_lost"

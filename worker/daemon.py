@@ -95,9 +95,7 @@ def load_handlers(name: str | None) -> Handlers | None:
     return found
 
 
-async def _serve(
-    settings: Settings, handlers: Handlers | None, notifier: Notifier, *, burst: bool, migrate: bool
-) -> int:
+async def _serve(settings: Settings, handlers: Handlers | None, notifier: Notifier, *, burst: bool, migrate: bool) -> int:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(logs.loop_exception_handler)
     frozen_seconds = max(_FROZEN_LEASES * settings.lease_seconds, _FROZEN_AT_LEAST_SECONDS)

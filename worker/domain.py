@@ -63,9 +63,7 @@ class Backoff(NamedTuple):
 
     def delay_seconds(self, attempt: int, uniform: float) -> float:
         """`uniform` is a random number from 0.5 to 1. Any `attempt` gives a finite delay from 0 to `max_seconds`."""
-        doublings = min(
-            max(attempt - 1, 0), 64
-        )  # 2^64 seconds is past every cap; more would overflow a float one day
+        doublings = min(max(attempt - 1, 0), 64)  # 2^64 seconds is past every cap; more would overflow a float one day
         return min(self.base_seconds * 2.0**doublings, self.max_seconds) * uniform
 
 

@@ -64,9 +64,7 @@ def _words(sql: str) -> list[tuple[str, int]]:
     ended = False
     while at < len(sql):
         found = _TOKEN.match(sql, at)
-        if (
-            found is None
-        ):  # an unterminated quote: the server will name it, nothing behind it can be a second statement
+        if found is None:  # an unterminated quote: the server will name it, nothing behind it can be a second statement
             break
         at = found.end()
         kind, token = found.lastgroup, found.group()

@@ -21,7 +21,7 @@ from typing import Self
 
 import orjson
 
-from worker import claimer, committer, events, keeper, listener, logs, reaper
+from worker import committer, events, keeper, listener, logs, reaper
 from worker.builtin import builtin_handlers
 from worker.claimer import Claimer
 from worker.clock import local_seconds
@@ -41,11 +41,12 @@ from worker.retention import Retention
 from worker.rights import RightsThread
 from worker.settings import Settings, load_settings
 from worker.store import claiming, leasing, schema, waiting
-from worker.store.connection import DATABASE_ERRORS, Connection, ConnectFailed, Database, Lane, SessionLimits
+from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Connection, Database, Lane, SessionLimits
 from worker.store.connection import Pool as Connections
 from worker.version import VERSION
 from worker.watch import Watch
 
+_NOT_NOW: tuple[type[BaseException], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
 _EXIT_RESERVE_SECONDS = 0.5
 _BURST_LOOK_SECONDS = 0.2
 
@@ -118,9 +119,7 @@ class Worker:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.request_stop("left its block")
         await self.wait_stopped()
 
@@ -208,7 +207,7 @@ class Worker:
                 finally:
                     await _close(connection)
                 return
-            except (*DATABASE_ERRORS, DatabaseUnavailable) as error:
+            except _NOT_NOW as error:
                 if isinstance(error, ConnectFailed) and error.refused:
                     raise ConfigError(str(error)) from None
                 self._on_waiting("waiting for the database")
@@ -251,9 +250,7 @@ class Worker:
         the_keeper = Keeper(
             database,
             lease_lane,
-            presence=leasing.Presence(
-                self.id, of.name, socket.gethostname(), os.getpid(), VERSION, list(of.queues), of.workers
-            ),
+            presence=leasing.Presence(self.id, of.name, socket.gethostname(), os.getpid(), VERSION, list(of.queues), of.workers),
             lease=self._lease,
             holdings=holdings,
             renew_seconds=of.renew_seconds,
@@ -360,8 +357,7 @@ class Worker:
             async with asyncio.TaskGroup() as group:
                 claiming_task = group.create_task(self._guard("claimer", the_claimer.run()), name="claimer")
                 working = [
-                    group.create_task(self._guard("worker", pool.work()), name=f"worker {number}")
-                    for number in range(of.workers)
+                    group.create_task(self._guard("worker", pool.work()), name=f"worker {number}") for number in range(of.workers)
                 ]
                 helpers = [
                     group.create_task(self._guard("reaper", the_reaper.run()), name="reaper"),
@@ -375,9 +371,7 @@ class Worker:
                 for helper in helpers:
                     helper.cancel()
         finally:
-            await self._leave(
-                [claim_lane, reap_lane, listen_lane], [commit_lane, lease_lane], connections, pool
-            )
+            await self._leave([claim_lane, reap_lane, listen_lane], [commit_lane, lease_lane], connections, pool)
 
     async def _guard(self, name: str, loop: Coroutine[object, object, None]) -> None:
         """A bug in a loop becomes a request to stop with status 1: the orderly stop still releases and commits."""
@@ -439,14 +433,14 @@ class Worker:
         pool.stop_starting()
         ended = asyncio.ensure_future(asyncio.wait(working))
         hurried = asyncio.create_task(self._hurry.wait(), name="hurry")
-        await asyncio.wait(
-            {ended, hurried}, timeout=of.shutdown_grace_seconds, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait({ended, hurried}, timeout=of.shutdown_grace_seconds, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         deadline = local_seconds() + self.budget_seconds - _EXIT_RESERVE_SECONDS
         if not ended.done():
             pool.cancel_running()
-            await asyncio.wait({ended}, timeout=min(self.settings.lease_margin_seconds + of.query_timeout_seconds, _left(deadline)))
+            await asyncio.wait(
+                {ended}, timeout=min(self.settings.lease_margin_seconds + of.query_timeout_seconds, _left(deadline))
+            )
         await asyncio.wait({claiming_task}, timeout=_left(deadline))
         await self._finish_writing(pool, deadline)
         self.has_deaf = any(not attempt.is_over for attempt in pool.running())
@@ -498,9 +492,7 @@ class Worker:
             connection = await self._database.connect("release")
             try:
                 async with asyncio.timeout(_left(deadline)):
-                    released = await claiming.recover(
-                        connection, self._database, owner=self.id, held=self.holdings.keys()
-                    )
+                    released = await claiming.recover(connection, self._database, owner=self.id, held=self.holdings.keys())
                     if not self.holdings.keys():
                         await leasing.remove_presence(connection, self._database, process_id=self.id)
             finally:
@@ -521,9 +513,7 @@ class Worker:
                 reason="claim_lost",
             )
 
-    async def _leave(
-        self, here: list[Lane], there: list[Lane], connections: Connections, pool: Pool
-    ) -> None:
+    async def _leave(self, here: list[Lane], there: list[Lane], connections: Connections, pool: Pool) -> None:
         """Close what was opened, each within its limit; the keeper ends last."""
         pool.close()
         for lane in here:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 
-class LeaseLost(Exception):  # noqa: N818  (public name, the field's own word)
+class LeaseLost(Exception):
     """This attempt no longer owns its job: nothing it does from here on may count."""
 
 
-class EffectAlreadyApplied(Exception):  # noqa: N818  (public name)
+class EffectAlreadyApplied(Exception):
     """The effect of this idempotency key has been committed before, by an earlier attempt or job."""
 
 
-class Retry(Exception):  # noqa: N818  (raised by handlers as a verb)
+class Retry(Exception):
     """Raised by a handler: fail this attempt and run again after `after_seconds` (>= 0), or bury at the last attempt."""
 
     def __init__(self, after_seconds: float, reason: str = "") -> None:
@@ -19,7 +19,7 @@ class Retry(Exception):  # noqa: N818  (raised by handlers as a verb)
         self.after_seconds = after_seconds
 
 
-class Snooze(Exception):  # noqa: N818
+class Snooze(Exception):
     """Raised by a handler: run again after `seconds` (>= 0); no attempt is used."""
 
     def __init__(self, seconds: float) -> None:
@@ -27,7 +27,7 @@ class Snooze(Exception):  # noqa: N818
         self.seconds = seconds
 
 
-class Discard(Exception):  # noqa: N818
+class Discard(Exception):
     """Raised by a handler: this job is refused for good; it becomes `dead` at once with `reason` as its error."""
 
     def __init__(self, reason: str) -> None:
@@ -43,7 +43,7 @@ class ConfigError(Exception):
         self.lines = lines
 
 
-class DatabaseUnavailable(Exception):  # noqa: N818
+class DatabaseUnavailable(Exception):
     """The database could not be reached within the time allowed (exit status 69). The message holds no secret."""
 
 

@@ -59,9 +59,8 @@ class Kind(Generic[P]):
         self.queue = queue
         self.priority = priority
         self.max_attempts = max_attempts
-        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)
-        )
+        called = function if inspect.isroutine(function) else type(function).__call__
+        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(called))
         self._adapter: TypeAdapter[P] | None = None if payload is None else TypeAdapter(payload)
 
     def __call__(self, job: Job[P]) -> object:
@@ -78,9 +77,7 @@ class Kind(Generic[P]):
             return cast(P, decode_json(text))
         except ValidationError as error:
             faults = error.errors(include_url=False, include_input=False, include_context=False)
-            lines = [
-                f"{'.'.join(map(str, fault['loc'])) or 'payload'}: {fault['msg']}" for fault in faults[:10]
-            ]
+            lines = [f"{'.'.join(map(str, fault['loc'])) or 'payload'}: {fault['msg']}" for fault in faults[:10]]
             raise PayloadError("; ".join(lines)) from None
         except ValueError as error:
             raise PayloadError(f"payload: {error}") from None
@@ -93,9 +90,7 @@ class Kind(Generic[P]):
             checked = self._adapter.validate_python(payload)
         except ValidationError as error:
             faults = error.errors(include_url=False, include_input=False, include_context=False)
-            raise PayloadError(
-                "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in faults[:10])
-            ) from None
+            raise PayloadError("; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in faults[:10])) from None
         return self._adapter.dump_python(checked, mode="json")
 
     async def enqueue(
@@ -175,15 +170,11 @@ class Handlers:
         `payload`: a pydantic model or any type pydantic can validate; without it the handler gets the JSON value. Raises
         ValueError for a kind that is registered already or a default out of bounds.
         """
-        new_job(
-            kind, None, queue=queue, priority=priority, max_attempts=max_attempts
-        )  # checks the bounds of all four
+        new_job(kind, None, queue=queue, priority=priority, max_attempts=max_attempts)  # checks the bounds of all four
         if kind in self.kinds:
             raise ValueError(f"kind {kind!r} is registered already")
         if timeout_seconds is not None and not 0.1 <= timeout_seconds <= 30 * 86_400:
-            raise ValueError(
-                f"kind {kind!r}: timeout_seconds must be from 0.1 to {30 * 86_400}, not {timeout_seconds}"
-            )
+            raise ValueError(f"kind {kind!r}: timeout_seconds must be from 0.1 to {30 * 86_400}, not {timeout_seconds}")
 
         def register(function: Handler[P]) -> Kind[P]:
             made = Kind(

@@ -107,9 +107,7 @@ class Job(Generic[P]):
             return
         trusted_seconds = self._held.trusted_until - local_seconds()
         if trusted_seconds < max(for_seconds, 0):
-            raise LeaseLost(
-                f"job {self.id}: the lease is trusted for {max(trusted_seconds, 0):.3f} s, not {for_seconds} s"
-            )
+            raise LeaseLost(f"job {self.id}: the lease is trusted for {max(trusted_seconds, 0):.3f} s, not {for_seconds} s")
 
     # --- what is committed with the completion
 
@@ -160,13 +158,9 @@ class Job(Generic[P]):
 
     def _record(self, sql: str, arguments: tuple[object, ...], alone: bool, called_from: str) -> None:
         if self._transaction_used:
-            raise RuntimeError(
-                "job.effect and job.enqueue are for handlers without job.transaction(): run the statement on `tx`"
-            )
+            raise RuntimeError("job.effect and job.enqueue are for handlers without job.transaction(): run the statement on `tx`")
         number = len(self._effects) + 1
-        self._effects.append(
-            Effect(sql=sql, arguments=arguments, alone=alone, number=number, called_from=called_from)
-        )
+        self._effects.append(Effect(sql=sql, arguments=arguments, alone=alone, number=number, called_from=called_from))
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Connection]:
@@ -177,23 +171,15 @@ class Job(Generic[P]):
         `effect`, from a plain `def`, or while `connection()` is held.
         """
         if self._in_thread:
-            raise RuntimeError(
-                "job.transaction() needs an `async def` handler; a plain `def` records its SQL with job.effect"
-            )
+            raise RuntimeError("job.transaction() needs an `async def` handler; a plain `def` records its SQL with job.effect")
         if self._transaction_used:
             raise RuntimeError("job.transaction() can be used once: it completes the job")
         if self._effects:
-            raise RuntimeError(
-                "job.transaction() and job.effect exclude each other: run all statements in the transaction"
-            )
+            raise RuntimeError("job.transaction() and job.effect exclude each other: run all statements in the transaction")
         if self._connections:
-            raise RuntimeError(
-                "leave job.connection() before entering job.transaction(): holding both can starve the pool"
-            )
+            raise RuntimeError("leave job.connection() before entering job.transaction(): holding both can starve the pool")
         self._transaction_used = True
-        async with owntransaction.fenced(
-            self._held, self._surroundings, lambda: self._result_text()
-        ) as connection:
+        async with owntransaction.fenced(self._held, self._surroundings, lambda: self._result_text()) as connection:
             yield connection
         self._committed = True
 
@@ -210,9 +196,7 @@ class Job(Generic[P]):
             raise RuntimeError("job.connection() needs an `async def` handler")
         if self._held.phase is Phase.OWN_TRANSACTION:
             raise RuntimeError("read on the transaction's own connection: holding two can starve the pool")
-        async with self._surroundings.pool.acquire(
-            timeout_seconds=self._surroundings.query_timeout_seconds
-        ) as connection:
+        async with self._surroundings.pool.acquire(timeout_seconds=self._surroundings.query_timeout_seconds) as connection:
             self._connections += 1
             try:
                 yield connection
@@ -224,9 +208,7 @@ class Job(Generic[P]):
     @cached_property
     def log(self) -> logs.JobLogger:
         """A logger whose lines carry this job's id, kind, queue, attempt and fence."""
-        return logs.job_logger(
-            job_id=self.id, kind=self.kind, queue=self.queue, attempt=self.attempt, fence=self.fence
-        )
+        return logs.job_logger(job_id=self.id, kind=self.kind, queue=self.queue, attempt=self.attempt, fence=self.fence)
 
 
 def _caller() -> str:

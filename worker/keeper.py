@@ -59,9 +59,7 @@ class Keeper:
         self._busy = busy
         self._hungry = hungry
         self._health = health
-        self._patience = Patience(
-            events.RENEW_FAILED, first_seconds=renew_seconds / 16, longest_seconds=renew_seconds / 2
-        )
+        self._patience = Patience(events.RENEW_FAILED, first_seconds=renew_seconds / 16, longest_seconds=renew_seconds / 2)
         self._poked = asyncio.Event()
         self._lost_at: float | None = None
         self.answered_at = local_seconds()
@@ -147,15 +145,11 @@ class Keeper:
             if one.lost is None
             and one.phase is not Phase.OWN_TRANSACTION
             and not (
-                one.phase is Phase.RUNNING
-                and one.renew_until is not None
-                and now > one.renew_until + self._lease.margin_seconds
+                one.phase is Phase.RUNNING and one.renew_until is not None and now > one.renew_until + self._lease.margin_seconds
             )
         }
 
-    def _judge(
-        self, missing: dict[tuple[int, int], Held], standings: dict[tuple[int, int], Standing]
-    ) -> bool:
+    def _judge(self, missing: dict[tuple[int, int], Held], standings: dict[tuple[int, int], Standing]) -> bool:
         """Tell the attempts whose lease is over; True if the rows of others are merely locked."""
         locked = False
         for key, one in missing.items():
@@ -166,9 +160,7 @@ class Keeper:
                 Phase.FINISHED,
                 Phase.OWN_TRANSACTION,
             ):  # it may have ended while we looked
-                reason: CancelReason = (
-                    "cancelled" if standing is not None and standing.state == "cancelled" else "lease_lost"
-                )
+                reason: CancelReason = "cancelled" if standing is not None and standing.state == "cancelled" else "lease_lost"
                 one.lose(reason)
         return locked
 

@@ -89,9 +89,7 @@ def plain_text(event: str, fields: Fields) -> str:
     return line
 
 
-_OPTIONS = (
-    orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z | orjson.OPT_NAIVE_UTC | orjson.OPT_PASSTHROUGH_DATACLASS
-)
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z | orjson.OPT_NAIVE_UTC | orjson.OPT_PASSTHROUGH_DATACLASS
 _second: tuple[int, str] = (-1, "")
 
 
@@ -106,9 +104,7 @@ def timestamp() -> str:
     return f"{text}.{nanoseconds // 1000:06d}Z"
 
 
-def traceback_text(
-    error: BaseException | None, kind: type[BaseException] | None = None, trace: TracebackType | None = None
-) -> str:
+def traceback_text(error: BaseException | None, kind: type[BaseException] | None = None, trace: TracebackType | None = None) -> str:
     """The traceback as one string: no locals, no secrets, its middle left out when it is long."""
     if error is None:
         return "" if kind is None else kind.__name__

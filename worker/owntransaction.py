@@ -26,9 +26,7 @@ _LOOK_DELAY_SECONDS = (0.05, 1.0)
 
 
 @contextlib.asynccontextmanager
-async def fenced(
-    held: Held, around: Surroundings, result: Callable[[], str | None]
-) -> AsyncIterator[Connection]:
+async def fenced(held: Held, around: Surroundings, result: Callable[[], str | None]) -> AsyncIterator[Connection]:
     """The connection inside a transaction that has completed the job; committed when the block ends without an exception."""
     job = held.job
     async with around.pool.acquire(timeout_seconds=around.query_timeout_seconds) as connection:
@@ -45,9 +43,7 @@ async def fenced(
                 raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
             yield connection
             if not await settling.close_own(connection, around.database, job, result=result()):
-                raise RuntimeError(
-                    "the transaction was ended by hand inside job.transaction(); what ran after it was not fenced"
-                )
+                raise RuntimeError("the transaction was ended by hand inside job.transaction(); what ran after it was not fenced")
         except BaseException:
             try:
                 await _roll_back(connection, around.query_timeout_seconds)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from worker import events, logs
 from worker.attempt import Attempt
+from worker.clock import local_seconds
 from worker.domain import UNKNOWN_KIND_DELAY_SECONDS, Abandoned, Outcome, Released
 from worker.holding import Held, Phase
 from worker.job import Job, Surroundings
@@ -54,6 +55,7 @@ class Pool:
         self._running: dict[tuple[int, int], Attempt] = {}
         self._busy = 0
         self._finished = 0
+        self._busy_seconds = 0.0
         self._suspects = 0
         self._stopping = False
         self._hooks: set[asyncio.Task[None]] = set()
@@ -71,8 +73,8 @@ class Pool:
     def waiting_bytes(self) -> int:
         return self._inbox_bytes
 
-    def finished(self) -> int:
-        return self._finished
+    def finished(self) -> tuple[int, float]:
+        return self._finished, self._busy_seconds
 
     def suspect_runs(self) -> bool:
         return self._suspects > 0
@@ -112,11 +114,13 @@ class Pool:
         """One worker task: ends when starting has stopped."""
         while (held := await self._next()) is not None:
             self._busy += 1
+            started_at = local_seconds()
             try:
                 await self._attempt(held)
             finally:
                 self._busy -= 1
                 self._finished += 1
+                self._busy_seconds += local_seconds() - started_at
                 self._forget_suspect(held)
             await self._committer.room()
 
@@ -208,9 +212,7 @@ class Pool:
                 error="too many hooks run already; this one is left out",
             )
             return
-        task = asyncio.get_running_loop().create_task(
-            self._run_hooks(job, error, will_retry), name="on_failure"
-        )
+        task = asyncio.get_running_loop().create_task(self._run_hooks(job, error, will_retry), name="on_failure")
         self._hooks.add(task)
         task.add_done_callback(self._hooks.discard)
 
@@ -235,9 +237,7 @@ class Pool:
         while self._inbox:
             held = self._inbox.popleft()
             self._forget_suspect(held)
-            self._hand_over(
-                held, Released(reason="not_started") if held.lost is None else Abandoned(reason=held.lost)
-            )
+            self._hand_over(held, Released(reason="not_started") if held.lost is None else Abandoned(reason=held.lost))
         self._inbox_bytes = 0
 
     def cancel_running(self) -> None:

@@ -64,7 +64,5 @@ class Retention:
             self._rarely_at = local_seconds() + RARELY_SECONDS
             async with asyncio.timeout(self._statement_seconds):
                 await pruning.prune_processes(connection, self._database)
-                failures = await pruning.prune_orphaned_failures(
-                    connection, self._database, cursor=self._failures_cursor
-                )
+                failures = await pruning.prune_orphaned_failures(connection, self._database, cursor=self._failures_cursor)
                 self._failures_cursor = failures.next_cursor or pruning.FROM_THE_START

@@ -102,9 +102,7 @@ def check_schema(value: object) -> object:
         and "\x00" not in value
         and not value.startswith("pg_")
     ):
-        raise ValueError(
-            f"must be the name of a schema, at most {_MAX_SCHEMA_BYTES} bytes, not beginning with pg_"
-        )
+        raise ValueError(f"must be the name of a schema, at most {_MAX_SCHEMA_BYTES} bytes, not beginning with pg_")
     return value
 
 

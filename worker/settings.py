@@ -123,18 +123,16 @@ class Settings(BaseSettings):
         BeforeValidator(check_directory),
         Default("$RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR, the temp directory"),
     ] = Field(default_factory=_own_runtime_dir)
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], word("debug", "info", "warning", "error")
-    ] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], word("debug", "info", "warning", "error")] = "info"
     log_format: Annotated[Literal["json", "console"], word("json", "console")] = "json"
 
     # A direct route for LISTEN when DATABASE_URL is a transaction pooler.
     listen_database_url: Annotated[SecretStr | None, Default("none")] = None
     pooler: Annotated[Literal["transaction"] | None, word("transaction"), Default("none")] = None
     # None: for ever.
-    connect_wait_seconds: Annotated[
-        float | None, BeforeValidator(Number(0, _MONTH_SECONDS, no_limit="")), Default("for ever")
-    ] = None
+    connect_wait_seconds: Annotated[float | None, BeforeValidator(Number(0, _MONTH_SECONDS, no_limit="")), Default("for ever")] = (
+        None
+    )
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -247,9 +245,7 @@ def _url_from_file(environ: Mapping[str, str], has_url: bool) -> dict[str, str]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{_URL_FILE}={_shown(path)} cannot be read: {reason}") from None
     if not text:
-        raise ConfigError(
-            f"{_URL_FILE}={_shown(path)} names an empty file: put the URL of the database in it"
-        )
+        raise ConfigError(f"{_URL_FILE}={_shown(path)} names an empty file: put the URL of the database in it")
     return {"database_url": text}
 
 

@@ -34,9 +34,7 @@ class Notifier:
 
     def stopping(self, budget_seconds: float) -> None:
         """`budget_seconds`: how long the orderly stop may take; asks for that much time."""
-        self._send(
-            "STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={int((budget_seconds + 1) * 1_000_000)}"
-        )
+        self._send("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={int((budget_seconds + 1) * 1_000_000)}")
 
     def waiting(self, what: str) -> None:
         self._send(f"STATUS={what}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from worker import events, logs
 from worker.clock import local_seconds
-from worker.health import Heartbeat, HealthFile, process_started
+from worker.health import HealthFile, Heartbeat, process_started
 
 if TYPE_CHECKING:
     from worker.claimer import Claimer
@@ -111,19 +111,12 @@ class Watch:
                 )
             )
         claims_go_on = claim_age < self._claim_allowed_seconds or not self._keeper.database_up
-        if (
-            loop_allowed
-            or self._stopping()
-            or (claims_go_on and self.lag_seconds < self._claim_allowed_seconds)
-        ):
+        if loop_allowed or self._stopping() or (claims_go_on and self.lag_seconds < self._claim_allowed_seconds):
             self._alive()
 
     def _within_time_out(self, now: float) -> bool:
         """Whether a handler that may be what blocks the loop is still within its time-out."""
-        return any(
-            attempt.held.renew_until is not None and now < attempt.held.renew_until
-            for attempt in self._pool.running()
-        )
+        return any(attempt.held.renew_until is not None and now < attempt.held.renew_until for attempt in self._pool.running())
 
     def _report(self) -> None:
         frame = sys._current_frames().get(self._work_thread)

@@ -11,25 +11,26 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
-import asyncpg
 import typer
 from typer.core import TyperGroup
 
-from worker.cli import demo, enqueue, jobs, process, printing, stats
+from worker.cli import demo, enqueue, jobs, printing, process, stats
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.masking import safe_text
 from worker.server_programs import ClusterError
-from worker.store.connection import is_unavailable, sqlstate
+from worker.store.connection import DATABASE_ERRORS, is_unavailable, sqlstate
 
 EX_UNAVAILABLE = 69
 EX_CONFIG = 78
+_INSUFFICIENT_PRIVILEGE = "42501"
 
 
 class Commands(TyperGroup):
     """All commands; the one place where exceptions become exit statuses."""
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> object:  # typer brings its own copy of click's Context, or click's
         with exit_statuses():
             return super().invoke(ctx)
 
@@ -51,12 +52,14 @@ def exit_statuses() -> Iterator[None]:
         raise _failure(EX_CONFIG, "\n".join(error.lines)) from None
     except (DatabaseUnavailable, ClusterError) as error:
         raise _failure(EX_UNAVAILABLE, str(error)) from None
-    except asyncpg.InsufficientPrivilegeError as error:
-        raise _failure(EX_CONFIG, f"{safe_text(error)} (see deploy/grants.sql)") from None
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
-        if is_unavailable(error):
-            raise _failure(EX_UNAVAILABLE, safe_text(error) or "the database did not answer in time") from None
+    except TimeoutError:
+        raise _failure(EX_UNAVAILABLE, "the database did not answer in time") from None
+    except DATABASE_ERRORS as error:
         code = sqlstate(error)
+        if is_unavailable(error):
+            raise _failure(EX_UNAVAILABLE, safe_text(error)) from None
+        if code == _INSUFFICIENT_PRIVILEGE:
+            raise _failure(EX_CONFIG, f"{safe_text(error)}: see deploy/grants.sql") from None
         raise _failure(1, safe_text(error) + (f" (SQLSTATE {code})" if code else "")) from None
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json as json_text
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from worker.cli.printing import is_terminal, print_error, print_json, print_line, print_rows, safe, safe_lines
-from worker.cli.reaching import DataDir, Embedded, Json, with_schema
+from worker.cli.reaching import DataDir, Embedded, Json, Work, with_schema
+from worker.new_job import RESERVED_KEY_PREFIX
 from worker.settings import Settings
 from worker.store import pruning, reports
 from worker.store.connection import Connection, Database
@@ -19,6 +21,7 @@ from worker.store.reports import Answer, JobDetails, JobFilter, JobSummary
 app = typer.Typer(help="Look at jobs, retry, cancel and prune them.", no_args_is_help=True, rich_markup_mode=None)
 
 MOST_ID = 2**63 - 1
+_SHOWN_ERROR_CHARACTERS = 60
 LIST_COLUMNS = ("id", "state", "kind", "queue", "attempts", "available_at", "worker", "key", "last_error")
 
 States = Annotated[
@@ -29,9 +32,7 @@ Kind = Annotated[str | None, typer.Option("--kind", help="Only jobs of this kind
 Queue = Annotated[str | None, typer.Option("--queue", help="Only jobs of this queue.")]
 Key = Annotated[str | None, typer.Option("--key", help="Only the job with this idempotency key.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say how many jobs it would be; change nothing.")]
-Ids = Annotated[
-    list[int] | None, typer.Argument(metavar="[ID]...", min=1, max=MOST_ID, show_default=False)
-]
+Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", min=1, max=MOST_ID, show_default=False)]
 
 
 @app.command("list")
@@ -55,7 +56,7 @@ def list_jobs(
     if json:
         print_json([asdict(summary) for summary in summaries])
     else:
-        print_rows(LIST_COLUMNS, [_columns(summary) for summary in summaries], nothing="no jobs")
+        print_rows(LIST_COLUMNS, [_columns(summary) for summary in summaries], nothing="no jobs", folded=("key", "last_error"))
 
 
 @app.command("show")
@@ -99,11 +100,12 @@ def retry_jobs(
     embedded: Embedded = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Give dead or cancelled jobs fresh attempts: these ids, or all that match a filter (the dead, unless --state says else)."""
-    wanted = _eligible(_filter(state, kind, queue, key), reports.RETRYABLE, ("dead",))
-    _apply(
-        "retry", "ready", ids, wanted, reports.retry_jobs, dry_run=dry_run, json=json, place=(embedded, data_dir)
-    )
+    """Give dead or cancelled jobs fresh attempts: these ids, or all that match a filter.
+
+    By filter it takes the dead ones, unless --state says cancelled.
+    """
+    chosen = _choose(_RETRY, ids, _filter(state, kind, queue, key))
+    _apply(_RETRY, chosen, dry_run, json, embedded, data_dir)
 
 
 @app.command("cancel")
@@ -118,15 +120,169 @@ def cancel_jobs(
     embedded: Embedded = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Cancel ready or running jobs: these ids, or all that match a filter. A running one can change nothing from then on."""
-    wanted = _eligible(_filter(state, kind, queue, key), reports.CANCELLABLE, reports.CANCELLABLE)
-    _apply(
-        "cancel",
-        "cancelled",
-        ids,
-        wanted,
-        reports.cancel_jobs,
-        dry_run=dry_run,
-        json=json,
-        place=(embedded, data_dir),
+    """Cancel ready or running jobs: these ids, or all that match a filter.
+
+    A running job's worker is told, and can write nothing about it any more.
+    """
+    chosen = _choose(_CANCEL, ids, _filter(state, kind, queue, key))
+    _apply(_CANCEL, chosen, dry_run, json, embedded, data_dir)
+
+
+@app.command("prune")
+def prune(embedded: Embedded = False, data_dir: DataDir = None) -> None:
+    """Delete now what has outlived its retention, as the daemons do all the time."""
+
+    async def work(connection: Connection, database: Database, settings: Settings) -> pruning.Pruned:
+        return await pruning.prune_all(
+            connection,
+            database,
+            retention_seconds=settings.retention_seconds,
+            dead_retention_seconds=settings.dead_retention_seconds,
+            ledger_retention_seconds=settings.ledger_retention_seconds,
+        )
+
+    pruned = with_schema(embedded, data_dir, work, limit_seconds=None)
+    print_line(
+        f"pruned {pruned.jobs} jobs, {pruned.failures} failures of jobs that are gone, "
+        f"{pruned.ledger} ledger rows, {pruned.processes} processes"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verb:
+    """What `retry` and `cancel` differ in."""
+
+    name: str
+    done: str
+    apply: Callable[[Connection, Database, Sequence[int]], Awaitable[list[Answer]]]
+    result_state: str
+    possible: tuple[str, ...]
+    by_default: tuple[str, ...]
+
+
+_RETRY = _Verb(
+    name="retry",
+    done="retried",
+    apply=reports.retry_jobs,
+    result_state="ready",
+    possible=reports.RETRYABLE,
+    by_default=("dead",),
+)
+_CANCEL = _Verb(
+    name="cancel",
+    done="cancelled",
+    apply=reports.cancel_jobs,
+    result_state="cancelled",
+    possible=reports.CANCELLABLE,
+    by_default=reports.CANCELLABLE,
+)
+
+
+def _filter(states: Sequence[str] | None, kind: str | None, queue: str | None, key: str | None) -> JobFilter:
+    try:
+        return JobFilter(states=tuple(states or ()), kind=kind, queue=queue, key=key)
+    except ValueError as error:
+        raise typer.BadParameter(str(error).partition(": ")[2], param_hint="--state") from None
+
+
+def _choose(verb: _Verb, ids: Sequence[int] | None, wanted: JobFilter) -> list[int] | JobFilter:
+    """The jobs that a command is for: ids or a filter, never both, never everything by accident."""
+    if ids:
+        if not wanted.is_empty:
+            raise typer.BadParameter("give ids or a filter, not both", param_hint="ID")
+        return sorted(set(ids))
+    if wanted.is_empty:
+        raise typer.BadParameter("give ids, or a filter such as --kind or --state", param_hint="ID")
+    for state in wanted.states:
+        if state not in verb.possible:
+            text = f"{verb.name} is for {' and '.join(verb.possible)} jobs, not for {state} ones"
+            raise typer.BadParameter(text, param_hint="--state")
+    return replace(wanted, states=wanted.states or verb.by_default)
+
+
+def _apply(
+    verb: _Verb,
+    chosen: list[int] | JobFilter,
+    dry_run: bool,
+    json: bool,
+    embedded: bool,
+    data_dir: Path | None,
+) -> None:
+    if dry_run:
+        jobs = with_schema(embedded, data_dir, _counting(verb, chosen))
+        if json:
+            print_json({"jobs": jobs, "dry_run": True})
+        else:
+            print_line(f"would {verb.name} {jobs} jobs")
+        return
+    answers = with_schema(embedded, data_dir, _applying(verb, chosen), limit_seconds=None)
+    if json:
+        print_json([{"id": answer.id, "state": answer.state} for answer in answers])
+    elif isinstance(chosen, JobFilter):
+        print_line(f"{verb.done} {sum(answer.state == verb.result_state for answer in answers)} jobs")
+    else:
+        for answer in answers:
+            if answer.state is not None:
+                print_line(f"{answer.id} {answer.state}")
+    for answer in answers:
+        if answer.locked:
+            print_error(f"job {answer.id}: another transaction holds it, try again")
+        elif answer.state is None:
+            print_error(f"job {answer.id}: there is no such job")
+        elif answer.state != verb.result_state:
+            print_error(f"job {answer.id}: is {answer.state} and stays so")
+    # By filter a job may well have moved on meanwhile: that is no failure.
+    if any(answer.locked or (isinstance(chosen, list) and answer.state != verb.result_state) for answer in answers):
+        raise typer.Exit(1)
+
+
+def _counting(verb: _Verb, chosen: list[int] | JobFilter) -> Work[int]:
+    async def work(connection: Connection, database: Database, settings: Settings) -> int:
+        if isinstance(chosen, JobFilter):
+            return await reports.count_jobs(connection, database, chosen)
+        return await reports.count_ids(connection, database, chosen, verb.possible)
+
+    return work
+
+
+def _applying(verb: _Verb, chosen: list[int] | JobFilter) -> Work[list[Answer]]:
+    async def work(connection: Connection, database: Database, settings: Settings) -> list[Answer]:
+        answers: list[Answer] = []
+        if isinstance(chosen, JobFilter):
+            while ids := await reports.find_ids(connection, database, chosen, after_id=answers[-1].id if answers else 0):
+                answers += await verb.apply(connection, database, ids)
+        else:
+            for start in range(0, len(chosen), reports.BATCH_JOBS):
+                answers += await verb.apply(connection, database, chosen[start : start + reports.BATCH_JOBS])
+        return answers
+
+    return work
+
+
+def _columns(summary: JobSummary) -> tuple[object, ...]:
+    key: str | None = summary.key
+    error, available_at = summary.last_error, summary.available_at
+    if is_terminal():
+        available_at = available_at.partition(".")[0]
+        # A generated key says nothing to anybody.
+        key = None if summary.key.startswith(RESERVED_KEY_PREFIX) else summary.key
+        if error is not None and len(error) > _SHOWN_ERROR_CHARACTERS:
+            error = error[:_SHOWN_ERROR_CHARACTERS] + "…"
+    return (
+        summary.id,
+        summary.state,
+        summary.kind,
+        summary.queue,
+        f"{summary.attempts}/{summary.max_attempts}",
+        available_at,
+        summary.worker,
+        key,
+        error,
+    )
+
+
+def _details_json(details: JobDetails) -> str:
+    """Payload and result are taken over as they are stored: to read and write them again could change a number."""
+    head = json_text.dumps(asdict(details.summary), ensure_ascii=False)
+    failures = json_text.dumps([asdict(failure) for failure in details.failures], ensure_ascii=False)
+    return f'{head[:-1]}, "payload": {details.payload}, "result": {details.result or "null"}, "failures": {failures}}}'

@@ -1,7 +1,7 @@
 """What commands print: tables for a person at a terminal, plain lines for a pipe, one document for `--json`.
 
-Rich is imported only when a person looks. Data is made safe first: a job's text can neither steer a terminal nor
-break a line.
+Rich is imported only when a person looks. Data is made safe first: a job's text can neither steer a terminal
+nor break a line.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-# Control characters of both sorts, line separators, what turns the direction of text, and what is no text at all.
+# Control characters of both sorts, line separators, what turns the direction of text, and what is no text at
+# all.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_NONE = "-"
 
 
 class OutputFailed(Exception):
@@ -55,8 +58,11 @@ def print_json(document: object) -> None:
     print_line(json.dumps(document, ensure_ascii=False))
 
 
-def print_rows(names: Sequence[str], rows: Iterable[Sequence[object]], *, nothing: str) -> None:
-    """A table with a head at a terminal, where no rows are `nothing`; in a pipe tab-separated lines, no head."""
+def print_rows(names: Sequence[str], rows: Iterable[Sequence[object]], *, nothing: str, folded: Collection[str] = ()) -> None:
+    """A table for a person, `nothing` where it is empty; in a pipe tab-separated lines with all columns and no head.
+
+    `folded` columns take several lines where the terminal is too narrow; columns without any value are left out.
+    """
     cells = [[_cell(value) for value in row] for row in rows]
     if not is_terminal():
         for row in cells:
@@ -70,13 +76,23 @@ def print_rows(names: Sequence[str], rows: Iterable[Sequence[object]], *, nothin
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD)
-    for name, column in zip(names, zip(*cells, strict=True), strict=True):
-        is_number = all(re.fullmatch(r"[-\d.,/%]+( s)?", cell) for cell in column)
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
-    for row in cells:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    columns = [
+        (name, column)
+        for name, column in zip(names, zip(*cells, strict=True), strict=True)
+        if any(cell != _NONE for cell in column)
+    ]
+    for name, column in columns:
+        is_number = all(re.fullmatch(r"~?[-\d.,/]+", cell) for cell in column)
+        table.add_column(
+            name,
+            justify="right" if is_number else "left",
+            overflow="fold" if name in folded else "ellipsis",
+            no_wrap=name not in folded,
+        )
+    for shown in zip(*(column for _, column in columns), strict=True):
         # Text, not str: square brackets in data are no markup.
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(cell) for cell in shown))
     Console().print(table)
 
 
@@ -92,7 +108,7 @@ def safe_lines(text: str) -> str:
 
 def _cell(value: object) -> str:
     if value is None:
-        return "-"
+        return _NONE
     if isinstance(value, float):
         return f"{value:.3g}" if value < 100 else f"{value:.0f}"
     return safe(str(value))

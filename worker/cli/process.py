@@ -6,7 +6,6 @@ import asyncio
 import os
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,14 +17,16 @@ from worker.errors import ConfigError
 from worker.health import all_well, read_verdicts
 from worker.settings import Settings, load_settings, unknown_settings
 from worker.store import schema
-from worker.store.pooled_sessions import verify_pooled_session
+from worker.store.reports import describe_session
+from worker.store.waiting import verify_session
 
 
 def run(
     embedded: Embedded = False,
     data_dir: DataDir = None,
     burst: Annotated[
-        bool, typer.Option("--burst", help="End with 0 once no job of these queues and kinds is ready or running.")
+        bool,
+        typer.Option("--burst", help="End with 0 once no job of these queues and kinds is ready or running."),
     ] = False,
     migrate: Annotated[bool, typer.Option("--migrate", help="Apply or upgrade the schema first.")] = False,
 ) -> None:
@@ -50,9 +51,7 @@ def run(
 
 
 def migrate(
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit status 1 when the schema is not current.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit status 1 when the schema is not current.")] = False,
     embedded: Embedded = False,
     data_dir: DataDir = None,
 ) -> None:
@@ -71,8 +70,7 @@ def migrate(
         print_line(f"{what}: version {version} {'applied' if applied else 'is current'}")
         return
     print_line(
-        f"{what}: {'not applied' if version is None else f'version {version}'}, "
-        f"this program has version {schema.SCHEMA_VERSION}"
+        f"{what}: {'not applied' if version is None else f'version {version}'}, this program has version {schema.SCHEMA_VERSION}"
     )
     raise typer.Exit(1)
 
@@ -92,9 +90,9 @@ def check(embedded: Embedded = False, data_dir: DataDir = None) -> None:
 async def _check_database(settings: Settings) -> None:
     database = database_of(settings)
     async with asyncio.timeout(30), connected(database) as connection:
-        row = await connection.fetchrow(DESCRIBE_SESSION)
-        print_line(f"database: {database.target.where} as {row['role']}, PostgreSQL {row['server']}")
-        print_line(f"TLS: {row['tls'] or 'not in use'}")
+        session = await describe_session(connection)
+        print_line(f"database: {database.target.where}, PostgreSQL {session.server_version}")
+        print_line(f"TLS: {session.tls_version or 'not in use'}")
         faults: list[str] = []
         try:
             await schema.verify(connection, database.schema)
@@ -102,20 +100,14 @@ async def _check_database(settings: Settings) -> None:
             print_line("grants: complete")
         except ConfigError as error:
             faults += error.lines
-        if database.pooler:
-            try:
-                await verify_pooled_session(connection, database.limits)
+        try:
+            await verify_session(connection, database)
+            if database.pooler:
                 print_line("pooler: the role carries the limits")
-            except ConfigError as error:
-                faults += error.lines
+        except ConfigError as error:
+            faults += error.lines
     if faults:
         raise ConfigError(*faults)
-
-
-DESCRIBE_SESSION = """
-SELECT current_user::text AS role, current_setting('server_version') AS server,
-    (SELECT version FROM pg_stat_ssl WHERE pid = pg_backend_pid() AND ssl) AS tls
-"""
 
 
 def _print_stop_time(settings: Settings) -> None:
@@ -131,7 +123,7 @@ def _print_stop_time(settings: Settings) -> None:
 
 
 def health(embedded: Embedded = False, data_dir: DataDir = None) -> None:
-    """Exit 0 when this host's daemons are alive and making progress; asks no database, so --embedded changes nothing."""
+    """Exit 0 when this host's daemons are alive and making progress. Asks no database: --embedded changes nothing."""
     # A stand-in, as the address of the database is not needed here.
     settings = load_settings(database_url="postgresql://localhost/")
     verdicts = read_verdicts(settings.runtime_dir)

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import typer
 
@@ -21,13 +20,12 @@ if TYPE_CHECKING:
     from worker.cluster import Cluster
 
 T = TypeVar("T")
+Work: TypeAlias = Callable[[Connection, Database, Settings], Coroutine[None, None, T]]
 
 STATEMENT_SECONDS = 30.0
 COMMAND_SECONDS = 120.0
 
-Embedded = Annotated[
-    bool, typer.Option("--embedded", help="Use a private PostgreSQL of this user; started when needed.")
-]
+Embedded = Annotated[bool, typer.Option("--embedded", help="Use a private PostgreSQL of this user; started when needed.")]
 DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", metavar="DIR", help="Where the private PostgreSQL keeps its data.", show_default=False),
@@ -35,17 +33,10 @@ DataDir = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Settings, and the database they mean."""
-
-    settings: Settings
-    database: Database
-
-
 @contextlib.contextmanager
 def reach(embedded: bool, data_dir: Path | None) -> Iterator[Settings]:
-    """The settings of the environment; with `embedded` those of a private PostgreSQL that runs as long as the block.
+    """The settings of the environment; with `embedded` those of a private PostgreSQL that runs as long as the
+    block.
 
     Raises ConfigError, ClusterError.
     """
@@ -74,16 +65,17 @@ def database_of(settings: Settings) -> Database:
         settings.database_url.get_secret_value() if settings.database_url else None,
         schema=settings.schema_name,
         connect_timeout_seconds=settings.connect_timeout_seconds,
-        limits=SessionLimits.of(
-            lease_seconds=settings.lease_seconds, query_timeout_seconds=settings.query_timeout_seconds
-        ),
+        limits=SessionLimits.of(lease_seconds=settings.lease_seconds, query_timeout_seconds=settings.query_timeout_seconds),
         pooler=settings.pooler is not None,
     )
 
 
 @contextlib.asynccontextmanager
 async def connected(
-    database: Database, *, statement_seconds: float = STATEMENT_SECONDS, settings: Mapping[str, str] | None = None
+    database: Database,
+    *,
+    statement_seconds: float = STATEMENT_SECONDS,
+    settings: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Connection]:
     """A connection for the block; left in peace, or dropped when that takes too long."""
     connection = await database.connect("command", statement_timeout_seconds=statement_seconds, settings=settings)
@@ -97,12 +89,13 @@ async def connected(
 def with_schema(
     embedded: bool,
     data_dir: Path | None,
-    work: Callable[[Connection, Database, Settings], Coroutine[None, None, T]],
+    work: Work[T],
     *,
     limit_seconds: float | None = COMMAND_SECONDS,
     session: Mapping[str, str] | None = None,
 ) -> T:
-    """What `work` returns, given a connection to a database that holds our schema. Raises SchemaError if it does not.
+    """What `work` returns, given a connection to a database that holds our schema. Raises SchemaError if it
+    does not.
 
     A private PostgreSQL gets the schema here: nobody else would give it one.
     """

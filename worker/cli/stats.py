@@ -11,6 +11,7 @@ from worker.store.connection import Connection, Database
 from worker.store.statistics import Backlog, Statistics, statistics
 
 _TOTALS = ("ready", "scheduled", "running", "expired", "succeeded", "dead", "cancelled")
+_BACKLOG_HEAD = ("ready", "later", "running", "expired", "oldest s", "jobs/s", "failed/h")
 _BACKLOG = ("ready", "scheduled", "running", "expired", "oldest_ready_seconds", "throughput", "failures")
 
 
@@ -41,14 +42,21 @@ def stats(json: Json = False, embedded: Embedded = False, data_dir: DataDir = No
     for what, parts in (("queue", numbers.queues), ("kind", numbers.kinds)):
         if parts:
             print_line("")
-            print_rows((what, *_BACKLOG), [(name, *_backlog(parts[name])) for name in sorted(parts)], nothing="")
+            print_rows(("", *_BACKLOG_HEAD), [(f"{what} {name}", *_backlog(parts[name])) for name in sorted(parts)], nothing="")
     if numbers.processes:
         print_line("")
         print_rows(
             ("process", "pid", "host", "queues", "busy", "slots", "seen_at"),
             [
-                (process.id, process.pid, process.hostname, ",".join(process.queues), process.busy, process.slots)
-                + (process.seen_at if process.live else f"{process.seen_at} (gone)",)
+                (
+                    process.id,
+                    process.pid,
+                    process.hostname,
+                    ",".join(process.queues),
+                    process.busy,
+                    process.slots,
+                    process.seen_at if process.live else f"{process.seen_at} (gone)",
+                )
                 for process in numbers.processes
             ],
             nothing="",

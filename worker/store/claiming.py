@@ -111,9 +111,7 @@ async def claim(
     payload_bytes: int,
 ) -> list[ClaimedJob]:
     """Claim up to `limit` (one of LIMITS) due jobs of one queue and priority behind `cursor`, in the order to run them."""
-    rows = await connection.fetch(
-        database.sql(_CLAIM[limit]), queue, priority, owner, lease_seconds, *cursor, payload_bytes
-    )
+    rows = await connection.fetch(database.sql(_CLAIM[limit]), queue, priority, owner, lease_seconds, *cursor, payload_bytes)
     jobs = [ClaimedJob(*row) for row in rows]
     jobs.sort(key=lambda job: (job.available_at, job.id))  # RETURNING has no order
     return jobs
@@ -213,9 +211,7 @@ SELECT r.*, {schema}.wake_workers(r.queue) FROM returned AS r
 """
 
 
-async def recover(
-    connection: Connection, database: Database, *, owner: str, held: Sequence[tuple[int, int]]
-) -> list[ClaimedJob]:
+async def recover(connection: Connection, database: Database, *, owner: str, held: Sequence[tuple[int, int]]) -> list[ClaimedJob]:
     """Give back, attempt refunded, the jobs of a claim whose answer was lost. Call it when that claim can no longer commit."""
     ids, fences = [id for id, _ in held], [fence for _, fence in held]
     rows = await connection.fetch(database.sql(RECOVER), owner, ids, fences)

@@ -191,9 +191,7 @@ class Database:
             raise
         return connection
 
-    def _server_settings(
-        self, role: str, statement_timeout_seconds: float | None, settings: Mapping[str, str]
-    ) -> dict[str, str]:
+    def _server_settings(self, role: str, statement_timeout_seconds: float | None, settings: Mapping[str, str]) -> dict[str, str]:
         chosen = {"application_name": f"{self._application_name} {role}"}
         if self.target.options is not None:
             chosen["options"] = self.target.options

@@ -136,9 +136,7 @@ class _Reader:
         for part in text.split(","):
             matched = _HOST_AND_PORT.fullmatch(part)
             if matched is None:
-                raise self._refusal(
-                    f"has no readable host and port; an IPv6 address stands in [ ]; {_ENCODE}"
-                )
+                raise self._refusal(f"has no readable host and port; an IPv6 address stands in [ ]; {_ENCODE}")
             hosts.append(self._decoded(matched[1]).strip("[]"))
             ports.append(matched[2] or "")
         return {"host": ",".join(hosts), "port": ",".join(ports) if any(ports) else ""}

@@ -21,7 +21,7 @@ async def apply(connection: Connection, sql: str, arguments: Sequence[object]) -
 async def apply_many(connection: Connection, sql: str, rows: Sequence[Sequence[object]]) -> None:
     """The same effect of several jobs, in the order of its arguments: whoever else runs it locks shared rows in that order too."""
     try:
-        ordered = sorted(rows)
+        ordered = sorted(rows)  # type: ignore[type-var]  # what cannot be compared is sorted by its text
     except TypeError:
         ordered = sorted(rows, key=repr)
     await connection.executemany(sql, ordered)

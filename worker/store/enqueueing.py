@@ -95,8 +95,7 @@ async def enqueue(
         delay_seconds=delay_seconds,
         max_attempts=max_attempts,
     )
-    if len(job.payload) > _SURELY_FITTING_CHARACTERS:
-        await _refuse_oversized(connection, job)
+    await refuse_oversized(connection, job)
     row = await connection.fetchrow(_in_schema(ENQUEUE, schema), *job)
     return Enqueued(row["id"], row["created"], row["state"])
 
@@ -115,8 +114,7 @@ async def enqueue_many(
     for position, fields in enumerate(jobs):
         try:
             job = new_job_from(fields)
-            if len(job.payload) > _SURELY_FITTING_CHARACTERS:
-                await _refuse_oversized(connection, job)
+            await refuse_oversized(connection, job)
             checked.append(job)
         except (TypeError, ValueError) as error:
             raise type(error)(f"job {position}: {error}") from None
@@ -126,7 +124,7 @@ async def enqueue_many(
 async def enqueue_checked(
     connection: asyncpg.Connection, jobs: Sequence[NewJob], *, schema: str = "public"
 ) -> list[Enqueued]:
-    """`enqueue_many` for jobs that have been checked already, their size included."""
+    """`enqueue_many` for jobs that have been checked already, by `refuse_oversized` too."""
     # One random part a call: keys that follow each other fill an index twice as fast as random ones.
     generated = f"{RESERVED_KEY_PREFIX}{uuid.uuid4()}"
     keys = [job.key if job.key is not None else f"{generated}-{place:06}" for place, job in enumerate(jobs)]
@@ -258,8 +256,10 @@ async def _all_or_nothing(connection: asyncpg.Connection) -> AsyncIterator[None]
     await connection.execute("RELEASE SAVEPOINT enqueue_many")
 
 
-async def _refuse_oversized(connection: asyncpg.Connection, job: NewJob) -> None:
+async def refuse_oversized(connection: asyncpg.Connection, job: NewJob) -> None:
     """Raise ValueError for a payload that the table would refuse: asked first, it aborts no transaction."""
+    if len(job.payload) <= _SURELY_FITTING_CHARACTERS:
+        return
     size: int = await connection.fetchval("SELECT pg_column_size($1::text::jsonb)", job.payload)
     if size > PAYLOAD_BYTES:
         raise ValueError(f"payload: 1 MiB ({PAYLOAD_BYTES:,} bytes) as stored is allowed, this has {size:,}")

@@ -28,9 +28,7 @@ RETURNING j.id, j.fence
 """
 
 
-async def renew(
-    connection: Connection, database: Database, *, held: Sequence[Key], owner: str, lease_seconds: float
-) -> set[Key]:
+async def renew(connection: Connection, database: Database, *, held: Sequence[Key], owner: str, lease_seconds: float) -> set[Key]:
     """Extend every live lease in `held`; those missing from the answer are lost, or their row is locked (see `look`)."""
     ids, fences = [id for id, _ in held], [fence for _, fence in held]
     rows = await connection.fetch(database.sql(RENEW), ids, fences, owner, lease_seconds)
@@ -54,9 +52,7 @@ JOIN {schema}.jobs AS j ON j.id = held.id
 """
 
 
-async def look(
-    connection: Connection, database: Database, *, held: Sequence[Key], owner: str
-) -> dict[Key, Standing]:
+async def look(connection: Connection, database: Database, *, held: Sequence[Key], owner: str) -> dict[Key, Standing]:
     """How each attempt stands now; a row that is gone is missing from the answer."""
     ids, fences = [id for id, _ in held], [fence for _, fence in held]
     rows = await connection.fetch(database.sql(LOOK), ids, fences, owner)

@@ -20,9 +20,7 @@ async def listen(
     """Call `on_jobs(queue)` and `on_cancel(owner)` as notifications arrive, `on_end()` when the connection ends."""
     connection.add_termination_listener(lambda _connection: on_end())
     await connection.add_listener(channel, lambda _connection, _pid, _channel, payload: on_jobs(payload))
-    await connection.add_listener(
-        f"{channel}_cancel", lambda _connection, _pid, _channel, payload: on_cancel(payload)
-    )
+    await connection.add_listener(f"{channel}_cancel", lambda _connection, _pid, _channel, payload: on_cancel(payload))
 
 
 async def probe(connection: Connection) -> None:

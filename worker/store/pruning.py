@@ -7,6 +7,7 @@ front.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -155,3 +156,49 @@ RETURNING id
 async def prune_processes(connection: Connection, database: Database) -> int:
     """Delete the presence rows of processes that have been gone for five minutes; returns how many."""
     return len(await connection.fetch(database.sql(PRUNE_PROCESSES)))
+
+
+class Pruned(NamedTuple):
+    """How many rows of each sort `prune_all` has deleted."""
+
+    jobs: int
+    failures: int
+    ledger: int
+    processes: int
+
+
+async def prune_all(
+    connection: Connection,
+    database: Database,
+    *,
+    retention_seconds: float | None,
+    dead_retention_seconds: float | None,
+    ledger_retention_seconds: float | None,
+) -> Pruned:
+    """Delete everything that is past its retention, in the same small steps; may take as long as it takes."""
+    jobs = await _walk(
+        lambda cursor: prune_jobs(
+            connection,
+            database,
+            cursor=cursor,
+            retention_seconds=retention_seconds,
+            dead_retention_seconds=dead_retention_seconds,
+        )
+    )
+    failures = await _walk(lambda cursor: prune_orphaned_failures(connection, database, cursor=cursor))
+    ledger = await _walk(
+        lambda cursor: prune_ledger(
+            connection, database, cursor=cursor, ledger_retention_seconds=ledger_retention_seconds
+        )
+    )
+    return Pruned(jobs, failures, ledger, await prune_processes(connection, database))
+
+
+async def _walk(step: Callable[[int], Awaitable[PruneStep]]) -> int:
+    deleted = 0
+    cursor: int | None = FROM_THE_START
+    while cursor is not None:
+        done = await step(cursor)
+        deleted += done.deleted
+        cursor = done.next_cursor
+    return deleted

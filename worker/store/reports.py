@@ -121,9 +121,7 @@ LIMIT {limit}
 )
 
 
-async def list_jobs(
-    connection: Connection, database: Database, wanted: JobFilter, *, limit: int
-) -> list[JobSummary]:
+async def list_jobs(connection: Connection, database: Database, wanted: JobFilter, *, limit: int) -> list[JobSummary]:
     """The newest jobs that match, newest first."""
     condition, arguments = wanted.condition()
     text = LIST_JOBS.replace("{condition}", condition).replace("{limit}", str(int(limit)))
@@ -174,9 +172,7 @@ LIMIT {limit}
 """
 
 
-async def find_ids(
-    connection: Connection, database: Database, wanted: JobFilter, *, after_id: int = 0
-) -> list[int]:
+async def find_ids(connection: Connection, database: Database, wanted: JobFilter, *, after_id: int = 0) -> list[int]:
     """The lowest ids above `after_id` that match, at most BATCH_JOBS."""
     condition, arguments = wanted.condition()
     text = FIND_IDS.replace("{condition}", condition)
@@ -194,9 +190,20 @@ WHERE {condition}
 async def count_jobs(connection: Connection, database: Database, wanted: JobFilter) -> int:
     """How many match."""
     condition, arguments = wanted.condition()
-    count: int = await connection.fetchval(
-        database.sql(COUNT_JOBS.replace("{condition}", condition)), *arguments
-    )
+    count: int = await connection.fetchval(database.sql(COUNT_JOBS.replace("{condition}", condition)), *arguments)
+    return count
+
+
+COUNT_IDS = """
+SELECT count(*)
+FROM {schema}.jobs AS j
+WHERE j.id = ANY ($1::bigint[]) AND j.state = ANY ($2::text[])
+"""
+
+
+async def count_ids(connection: Connection, database: Database, ids: Sequence[int], states: Sequence[str]) -> int:
+    """How many of these jobs are in one of these states."""
+    count: int = await connection.fetchval(database.sql(COUNT_IDS), list(ids), list(states))
     return count
 
 
@@ -242,3 +249,20 @@ async def _each(connection: Connection, text: str, ids: Sequence[int]) -> list[A
         # Somebody holds one of the rows, a handler's own transaction for example: that one alone has to wait.
         return [answer for id in ids for answer in await _each(connection, text, [id])]
     return [Answer(row["id"], row["state"], False) for row in rows]
+
+
+class SessionSummary(NamedTuple):
+    """What a connection turned out to be."""
+
+    server_version: str
+    tls_version: str | None
+
+
+DESCRIBE_SESSION = """
+SELECT current_setting('server_version'), (SELECT version FROM pg_stat_ssl WHERE pid = pg_backend_pid() AND ssl)
+"""
+
+
+async def describe_session(connection: Connection) -> SessionSummary:
+    """The server's version, and the version of TLS if that is in use."""
+    return SessionSummary(*await connection.fetchrow(DESCRIBE_SESSION))

@@ -50,21 +50,22 @@ _DELETE = """
     DELETE FROM {schema}.job_failures AS f USING done WHERE f.job_id = done.id
 )"""
 
+# Two answers in one, told apart by their last column: what is done (true: it needs a ledger row), and whose ledger row is new
+# (NULL). A join of the two would be a nested loop over the whole group.
 _WITH_LEDGER = """, ledger AS (
     INSERT INTO {schema}.job_effects (idempotency_key, job_id, fence)
     SELECT done.idempotency_key, done.id, done.fence FROM done
     WHERE done.has_effects AND NOT done.idempotency_key ^@ 'auto:'
     ORDER BY done.idempotency_key
     ON CONFLICT (idempotency_key) DO NOTHING
-    RETURNING idempotency_key
+    RETURNING job_id, fence
 )
-SELECT done.id, done.fence,
-    done.has_effects AND NOT done.idempotency_key ^@ 'auto:'
-        AND NOT EXISTS (SELECT FROM ledger WHERE ledger.idempotency_key = done.idempotency_key) AS already_applied
-FROM done
+SELECT done.id, done.fence, done.has_effects AND NOT done.idempotency_key ^@ 'auto:' FROM done
+UNION ALL
+SELECT ledger.job_id, ledger.fence, NULL FROM ledger
 """
 
-_WITHOUT_LEDGER = "\nSELECT done.id, done.fence, false AS already_applied FROM done\n"
+_WITHOUT_LEDGER = "\nSELECT done.id, done.fence, false FROM done\n"
 
 # jobs_pkey, rows in the order of the arrays: sorted by id, so that two groups cannot lock each other out.
 COMPLETE = {
@@ -91,7 +92,8 @@ async def complete(
     ids, fences, results, has_effects = map(list, zip(*ordered, strict=True))
     text = COMPLETE[deletes, any(has_effects)]
     rows = await connection.fetch(database.sql(text), ids, fences, results, has_effects, owner)
-    return {(row[0], row[1]): row[2] for row in rows}
+    new = {(id, fence) for id, fence, needs_ledger in rows if needs_ledger is None}
+    return {(id, fence): needs_ledger and (id, fence) not in new for id, fence, needs_ledger in rows if needs_ledger is not None}
 
 
 class Settlement(NamedTuple):
@@ -189,9 +191,7 @@ FROM held LEFT JOIN locked ON locked.id = held.id
 """
 
 
-async def rule(
-    connection: Connection, database: Database, jobs: Sequence[ClaimedJob], *, owner: str
-) -> dict[Key, Ruling]:
+async def rule(connection: Connection, database: Database, jobs: Sequence[ClaimedJob], *, owner: str) -> dict[Key, Ruling]:
     """Look under a row lock how these attempts ended. Raises 55P03 (lock time-out) while a commit is still in flight."""
     ids, fences, keys = [job.id for job in jobs], [job.fence for job in jobs], [job.key for job in jobs]
     rows = await connection.fetch(database.sql(RULE), ids, fences, owner, keys)
@@ -203,16 +203,12 @@ async def rule(
 GUARD = "INSERT INTO {schema}.open_transactions (job_id, fence) VALUES ($1, $2)"
 
 
-async def open_own(
-    connection: Connection, database: Database, job: ClaimedJob, *, owner: str, deletes: bool
-) -> bool | None:
+async def open_own(connection: Connection, database: Database, job: ClaimedJob, *, owner: str, deletes: bool) -> bool | None:
     """Inside a transaction just begun: take the fence (which completes the job and locks its row), then the ledger row.
 
     None: the lease is lost. True: the key's effect had been applied before. False: go on.
     """
-    answer = await complete(
-        connection, database, [Completion(job.id, job.fence, None, True)], owner=owner, deletes=deletes
-    )
+    answer = await complete(connection, database, [Completion(job.id, job.fence, None, True)], owner=owner, deletes=deletes)
     already_applied = answer.get((job.id, job.fence))
     if already_applied is False:
         await connection.execute(database.sql(GUARD), job.id, job.fence)
@@ -220,15 +216,11 @@ async def open_own(
 
 
 # jobs_pkey. The row may be deleted already (RETENTION 0): then there is nowhere to store a result.
-RESULT = (
-    "UPDATE {schema}.jobs SET result = $3::text::jsonb WHERE id = $1 AND fence = $2 AND state = 'succeeded'"
-)
+RESULT = "UPDATE {schema}.jobs SET result = $3::text::jsonb WHERE id = $1 AND fence = $2 AND state = 'succeeded'"
 UNGUARD = "DELETE FROM {schema}.open_transactions WHERE job_id = $1 AND fence = $2"
 
 
-async def close_own(
-    connection: Connection, database: Database, job: ClaimedJob, *, result: str | None
-) -> bool:
+async def close_own(connection: Connection, database: Database, job: ClaimedJob, *, result: str | None) -> bool:
     """Just before COMMIT. False: this is not the transaction that took the fence, it was ended by hand; do not commit."""
     removed: str = await connection.execute(database.sql(UNGUARD), job.id, job.fence)
     if removed != "DELETE 1":

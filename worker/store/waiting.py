@@ -10,8 +10,8 @@ from worker.errors import ConfigError
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
 
-# Indexes jobs_ready, jobs_suspect and jobs_running. A job that was started before and waits for its next attempt counts, one that is
-# first due in the future does not.
+# Indexes jobs_ready, jobs_suspect and jobs_running. A job that was started before and waits for its next attempt counts, one that
+# is first due in the future does not.
 WORK_IS_LEFT = """
 SELECT EXISTS (
     SELECT FROM {schema}.jobs
@@ -24,9 +24,7 @@ SELECT EXISTS (
 """
 
 
-async def work_is_left(
-    connection: Connection, database: Database, *, queues: Sequence[str], kinds: Sequence[str]
-) -> bool:
+async def work_is_left(connection: Connection, database: Database, *, queues: Sequence[str], kinds: Sequence[str]) -> bool:
     """Whether a job of these queues and kinds is running or ready, its retries of the future included."""
     return bool(await connection.fetchval(database.sql(WORK_IS_LEFT), list(queues), list(kinds)))
 
