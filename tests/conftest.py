@@ -14,6 +14,7 @@ import pytest
 
 from tests.processes import Daemon, daemons
 from tests.servers import PrivateCluster, Server, private_clusters, session_server
+from tests.workplace import Workplace
 from worker.cluster import start_or_adopt
 from worker.server_programs import server_account
 
@@ -92,3 +93,10 @@ def daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
     """`daemon(*arguments, DATABASE_URL=…, WORKERS=…)`: a real `worker run` process, killed after the test."""
     with daemons(tmp_path) as start:
         yield start
+
+
+@pytest.fixture
+def workplace(database_url: str, daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Workplace]:
+    """A fresh database, and daemons on it whose handlers are those of `handlers_for_tests`."""
+    with contextlib.closing(Workplace(database_url, tmp_path, daemon)) as place:
+        yield place

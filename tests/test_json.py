@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -21,26 +21,17 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(value=VALUES)
-def test_every_accepted_value_comes_back_from_jsonb_unchanged(database_url: str, value: object) -> None:
-    global _connection
-    if _connection is None or _connection.closed:
-        _connection = psycopg.connect(database_url, autocommit=True)
-    text = encode_json(value, "payload")
-    stored = _connection.execute("SELECT %s::jsonb::text", [text]).fetchone()
-    assert stored is not None
-    assert decode_json(stored[0]) == value
+def test_every_accepted_value_comes_back_from_jsonb_unchanged(database_url: str) -> None:
+    with psycopg.connect(database_url, autocommit=True) as connection:
 
+        @settings(max_examples=60, deadline=None)
+        @given(value=VALUES)
+        def check(value: object) -> None:
+            text = encode_json(value, "payload")
+            [stored] = connection.execute("SELECT %s::jsonb::text", [text]).fetchone()
+            assert decode_json(stored) == value
 
-_connection: psycopg.Connection | None = None
-
-
-@pytest.fixture(autouse=True)
-def _close_the_connection() -> object:
-    yield
-    if _connection is not None:
-        _connection.close()
+        check()
 
 
 @pytest.mark.parametrize("value", [None, [], "x", 7, True, {}, 2**63, -(10**30), 0.1, "Ünïcode \U0001f600"])

@@ -123,7 +123,9 @@ class Attempt:
                 value = await self._kind.function(job)  # type: ignore[misc]  # is_async says that it is awaitable
             else:
                 context = contextvars.copy_context()
-                value = await self._loop.run_in_executor(self._executor, context.run, self._kind.function, job)
+                value, error = await self._loop.run_in_executor(self._executor, context.run, _in_thread, self._kind, job)
+                if error is not None:
+                    return self._decide(self._raised(job, error))
             outcome = self._returned(job, value)
         except BaseException as error:
             # The edge of the user's code. A cancellation ends here because this task is the attempt, and whoever cancels it
@@ -246,6 +248,14 @@ class Attempt:
         else:
             until = min(until, now + 1.0)  # the trust counts again if that transaction rolls back
         self._timer = self._loop.call_later(until - now + _EARLY_SECONDS, self._watch)
+
+
+def _in_thread(kind: Kind[object], job: Job[object]) -> tuple[object, BaseException | None]:
+    """Call a plain `def` handler. Its exception comes back as a value: a future cannot carry every one (StopIteration)."""
+    try:
+        return kind.function(job), None
+    except BaseException as error:
+        return None, error
 
 
 def _is_delay(seconds: object) -> bool:

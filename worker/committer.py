@@ -48,6 +48,7 @@ COMMIT_SETTINGS = {"plan_cache_mode": "force_generic_plan"}
 BACKLOG = 2_000
 """Outcomes that may wait; past that the worker tasks wait too."""
 _CONFLICT_TRIES = 10
+_LONGEST_CONFLICT_SECONDS = 2.0
 
 FailureListener = Callable[["Job[object]", BaseException, bool], None]
 
@@ -78,6 +79,7 @@ class Committer:
         self._holdings = holdings
         self._backoff = backoff
         self._batch = batch
+        self._largest = batch
         self._deletes = deletes
         self._group_seconds = group_seconds
         self._statement_seconds = statement_seconds
@@ -194,10 +196,11 @@ class Committer:
         newest, stale = newest_of_each_job(completions)
         for one in stale:
             self._end(one, events.JOB_ABANDONED, reason="lease_lost")
-        for members in group(newest, self._caution, self._batch):
+        for members in group(newest, self._caution, self._largest):
             await self._write_group(members)
-        for at in range(0, len(settlements), self._batch):
-            await self._write_group(settlements[at : at + self._batch])
+        while settlements:
+            members, settlements = settlements[: self._largest], settlements[self._largest :]
+            await self._write_group(members)
 
     # --- one transaction
 
@@ -217,12 +220,16 @@ class Committer:
         except DATABASE_ERRORS as error:
             if connection.is_closed() or isinstance(error, OSError | TimeoutError):
                 self._lane.drop()
+                if isinstance(error, TimeoutError):
+                    self._largest = max(len(members) // 2, 1)  # what was too much for the time is not tried again as it was
                 await self._unanswered(members, error)
                 return
             await self._roll_back(connection)
             await self._failed(members, error, culprit)
             return
         self._patience.reset()
+        if len(members) >= self._largest < self._batch:
+            self._largest = min(self._largest * 2, self._batch)
         if self._caution.is_active:
             self._caution.behaved({effect.sql for one in members for effect in one.effects}, len(members))
 
@@ -386,16 +393,17 @@ class Committer:
             self._keep(members, error)
             return
         one.tries += 1
-        if whose != "job" and one.tries < _CONFLICT_TRIES:
-            self._later.append((local_seconds() + random.uniform(0.5, 1) * 0.02 * 2**one.tries, one))
-            return
-        if completes(one.outcome):
+        if whose != "job" and (one.tries < _CONFLICT_TRIES or (whose == "company" and not culprit)):
+            # A conflict over our own row goes on for as long as the fence allows; one that an effect runs into is bounded.
+            delay_seconds = min(0.02 * 2.0 ** min(one.tries, 16), _LONGEST_CONFLICT_SECONDS)
+            self._later.append((local_seconds() + random.uniform(0.5, 1) * delay_seconds, one))
+        elif completes(one.outcome):
             one.outcome = self._as_failure(error, result_at_fault)
             one.tries = 0
             await self._write_group([one])
-            return
-        self._log(one, events.FAILURE_UPDATE_FAILED, error=error, error_type=type(error).__name__)
-        self._give_up(one)
+        else:
+            self._log(one, events.FAILURE_UPDATE_FAILED, error=error, error_type=type(error).__name__)
+            self._give_up(one)
 
     def _as_failure(self, error: BaseException, result_at_fault: bool) -> Failed:
         """The attempt's failure; without our traceback, which tells the user nothing, and without the row in its detail."""

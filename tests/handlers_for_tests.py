@@ -1,0 +1,263 @@
+"""The handlers that daemons under test import: each is one way in which work can go, or go wrong.
+
+What they see is appended to the file `notes` in the daemon's working directory, outside the database: it tells what was started,
+not what was committed. Effects go into the table `ledger`, inside the fenced transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from worker import Discard, EffectAlreadyApplied, Handlers, Job, LeaseLost, Snooze
+
+LOOK_AGAIN_SECONDS = 0.02
+LEDGER = "INSERT INTO ledger (job_id, fence) VALUES ($1, $2)"
+
+handlers = Handlers()
+
+
+def note(word: str, job: Job[Any]) -> None:
+    """One line, written in one piece: word, key, attempt, fence, pid, moment."""
+    line = f"{word} {job.key} {job.attempt} {job.fence} {os.getpid()} {time.monotonic()}\n"
+    file = os.open("notes", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def noted(job: Job[Any]) -> Iterator[None]:
+    note("start", job)
+    try:
+        yield
+    except asyncio.CancelledError:
+        note(f"told:{job.cancel_reason}", job)
+        raise
+    except LeaseLost:
+        note("lease_lost", job)
+        raise
+    note("end", job)
+
+
+async def gate(job: Job[Any]) -> None:
+    """Wait until the test makes a file named as the payload says."""
+    while not Path(job.payload["gate"]).exists():
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+
+
+@handlers.job("nap")
+async def nap(job: Job[Any]) -> None:
+    """Sleeps, and leaves one row in the ledger."""
+    with noted(job):
+        await asyncio.sleep(job.payload.get("seconds", 0))
+        job.effect(LEDGER, job.id, job.fence)
+
+
+@handlers.job("noop")
+async def noop(job: Job[Any]) -> None:
+    pass
+
+
+@handlers.job("gated")
+async def gated(job: Job[Any]) -> dict[str, int]:
+    with noted(job):
+        await gate(job)
+        job.effect(LEDGER, job.id, job.fence)
+        return {"fence": job.fence}
+
+
+@handlers.job("checking")
+async def checking(job: Job[Any]) -> None:
+    """Goes on until its lease is no longer trusted, however it is told."""
+    with noted(job):
+        while True:
+            job.ensure_lease()
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+
+
+@handlers.job("own")
+async def own(job: Job[Any]) -> None:
+    """Commits by itself, after the gate if there is one; sleeps inside the transaction."""
+    with noted(job):
+        if "gate" in job.payload:
+            await gate(job)
+        try:
+            async with job.transaction() as tx:
+                await tx.execute(LEDGER, job.id, job.fence)
+                await asyncio.sleep(job.payload.get("seconds", 0))
+        except EffectAlreadyApplied:
+            note("already", job)
+            raise
+
+
+@handlers.job("deferred")
+async def deferred(job: Job[Any]) -> None:
+    """Its effect has a deferred constraint trigger that a test can make wait."""
+    note("start", job)
+    job.effect("INSERT INTO deferred_ledger (job_id, fence) VALUES ($1, $2)", job.id, job.fence)
+
+
+@handlers.job("own_deferred")
+async def own_deferred(job: Job[Any]) -> None:
+    note("start", job)
+    async with job.transaction() as tx:
+        await tx.execute("INSERT INTO deferred_ledger (job_id, fence) VALUES ($1, $2)", job.id, job.fence)
+
+
+@handlers.job("reading")
+async def reading(job: Job[Any]) -> None:
+    """Keeps a pooled connection while it sleeps."""
+    with noted(job):
+        async with job.connection() as connection:
+            await connection.fetchval("SELECT 1")
+            await asyncio.sleep(job.payload["seconds"])
+        job.effect(LEDGER, job.id, job.fence)
+
+
+# --- code that does not let go ----------------------------------------------------------------------------------------------
+
+
+@handlers.job("block", timeout_seconds=300)
+async def block(job: Job[Any]) -> None:
+    """Blocks the event loop, in a call that releases the interpreter lock."""
+    with noted(job):
+        time.sleep(job.payload["seconds"])  # noqa: ASYNC251  (the point of it)
+        job.effect(LEDGER, job.id, job.fence)
+
+
+@handlers.job("block_briefly", timeout_seconds=1.5)
+async def block_briefly(job: Job[Any]) -> None:
+    """Blocks the event loop past its own time-out."""
+    note("start", job)
+    time.sleep(job.payload["seconds"])  # noqa: ASYNC251
+
+
+@handlers.job("spin", timeout_seconds=300)
+async def spin(job: Job[Any]) -> None:
+    """Blocks the event loop with Python code."""
+    with noted(job):
+        until = time.monotonic() + job.payload["seconds"]
+        while time.monotonic() < until:
+            sum(range(1000))
+        job.effect(LEDGER, job.id, job.fence)
+
+
+@handlers.job("deaf")
+async def deaf(job: Job[Any]) -> None:
+    """Swallows every cancellation until its time is over."""
+    note("start", job)
+    until = time.monotonic() + job.payload["seconds"]
+    while time.monotonic() < until:
+        try:
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        except asyncio.CancelledError:
+            note(f"told:{job.cancel_reason}", job)
+    job.effect(LEDGER, job.id, job.fence)
+    note("end", job)
+
+
+@handlers.job("thread", timeout_seconds=300)
+def thread(job: Job[Any]) -> None:
+    with noted(job):
+        time.sleep(job.payload["seconds"])
+        job.effect(LEDGER, job.id, job.fence)
+
+
+@handlers.job("slow", timeout_seconds=0.5)
+async def slow(job: Job[Any]) -> None:
+    """Has less time than it wants."""
+    with noted(job):
+        await asyncio.sleep(job.payload["seconds"])
+        job.effect(LEDGER, job.id, job.fence)
+
+
+@handlers.job("slow_thread", timeout_seconds=0.5)
+def slow_thread(job: Job[Any]) -> None:
+    with noted(job):
+        time.sleep(job.payload["seconds"])
+        job.effect(LEDGER, job.id, job.fence)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------------
+
+
+@handlers.job("exit")
+async def leave(job: Job[Any]) -> None:
+    note("start", job)
+    os._exit(1)
+
+
+@handlers.job("kill")
+async def kill(job: Job[Any]) -> None:
+    note("start", job)
+    os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.sleep(60)
+
+
+@handlers.job("fail")
+async def fail(job: Job[Any]) -> None:
+    """Raises, after the gate if there is one; the message may be large."""
+    note("start", job)
+    if "gate" in job.payload:
+        await gate(job)
+    raise ValueError("x" * job.payload.get("characters", 10))
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class Demanding(Exception):
+    def __init__(self, one: int, *, two: int) -> None:
+        super().__init__()
+
+
+@handlers.job("fail_oddly")
+async def fail_oddly(job: Job[Any]) -> None:
+    match job.payload["how"]:
+        case "unprintable":
+            raise Unprintable
+        case "group":
+            raise ExceptionGroup("several", [ValueError("one"), Unprintable()])
+        case "demanding":
+            raise Demanding(1, two=2)
+        case "SystemExit":
+            sys.exit(3)
+        case "KeyboardInterrupt":
+            raise KeyboardInterrupt
+        case "CancelledError":
+            raise asyncio.CancelledError
+        case "surrogate":
+            raise ValueError("\ud800 and \x00")
+
+
+@handlers.job("snooze")
+async def snooze(job: Job[Any]) -> None:
+    note("start", job)
+    raise Snooze(60)
+
+
+@handlers.job("discard")
+async def discard(job: Job[Any]) -> None:
+    raise Discard("refused for good")
+
+
+@handlers.job("child")
+async def child(job: Job[Any]) -> dict[str, int]:
+    """Its work is done by a child process."""
+    note("start", job)
+    process = await asyncio.create_subprocess_exec("sleep", str(job.payload["seconds"]), stdin=subprocess.DEVNULL)
+    return {"status": await process.wait()}
