@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import operator
 import os
 import signal
 import subprocess
@@ -23,6 +25,16 @@ LOOK_AGAIN_SECONDS = 0.02
 LEDGER = "INSERT INTO ledger (job_id, fence) VALUES ($1, $2)"
 
 handlers = Handlers()
+
+# A bug in a loop of ours, on demand: `module:attribute path` of what is to fail.
+if broken := os.environ.get("BROKEN_FOR_TEST"):
+    module, _, path = broken.partition(":")
+    owner, _, name = path.rpartition(".")
+
+    async def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug for the test")
+
+    setattr(operator.attrgetter(owner)(importlib.import_module(module)), name, fails)
 
 
 def note(word: str, job: Job[Any]) -> None:
@@ -74,6 +86,13 @@ async def gated(job: Job[Any]) -> dict[str, int]:
         await gate(job)
         job.effect(LEDGER, job.id, job.fence)
         return {"fence": job.fence}
+
+
+@handlers.job("gated_plain")
+async def gated_plain(job: Job[Any]) -> None:
+    """Without an effect: its completion is a single statement."""
+    with noted(job):
+        await gate(job)
 
 
 @handlers.job("checking")

@@ -1,16 +1,336 @@
-from __future__ import annotations
-from tests.workplace import Workplace
+"""Leases, as processes live them: renewals, loss, fencing, the reaper. Leases here are 2 s, of a real server and real daemons."""
 
-def test_smoke(workplace: Workplace) -> None:
-    import time
-    a=time.monotonic()
-    d = workplace.daemon()
-    b=time.monotonic()
-    i = workplace.add("nap")
-    workplace.wait_for_state(i, "succeeded")
-    c=time.monotonic()
-    assert d.stop() == 0
-    e=time.monotonic()
-    print(b-a,c-b,e-c)
-    print(d.stdout_path.read_text(), d.stderr)
-    assert 0
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.processes import wait_for
+from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, frozen
+
+SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
+
+# Counts what the keeper sends: calls, and the leases in each.
+COUNT_RENEWALS = """
+CREATE TABLE renewals (at timestamptz NOT NULL DEFAULT clock_timestamp(), leases int NOT NULL);
+CREATE FUNCTION count_renewals() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF current_setting('application_name') LIKE '% leases' THEN
+        INSERT INTO renewals (leases) SELECT count(*) FROM changed;
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER count_renewals AFTER UPDATE ON jobs REFERENCING NEW TABLE AS changed
+    FOR EACH STATEMENT EXECUTE FUNCTION count_renewals();
+"""
+
+
+@SHAPES
+@pytest.mark.parametrize("kind", ["block", "spin"])
+def test_a_handler_that_blocks_the_loop_costs_no_lease(workplace: Workplace, shape: dict[str, str], kind: str) -> None:
+    """C1: three lease lengths long, and a second daemon stands by for whatever expires."""
+    daemon = workplace.daemon(**shape, WORKERS="6")
+    neighbours = [workplace.add("nap", {"seconds": 0.3}) for _ in range(5)]
+    wait_for(lambda: len(workplace.notes("start")) == 5)
+    blocking = workplace.add(kind, {"seconds": 3 * LEASE_SECONDS})
+    workplace.wait_for_notes("start", workplace.job(blocking).idempotency_key)
+    other = workplace.daemon(**shape)
+    workplace.wait_for_state(blocking, "succeeded")
+    workplace.wait_until_all("succeeded")
+    assert {workplace.job(id).attempts for id in (blocking, *neighbours)} == {1}
+    assert len(workplace.notes("start")) == 6
+    blocked = daemon.find("loop_blocked")
+    assert len(blocked) == 1
+    assert kind in blocked[0]["kind"]
+    assert f"in {kind}" in blocked[0]["stack"]
+    assert other.find("lease_expired") == daemon.find("lease_expired") == []
+    workplace.healthy()
+
+
+def test_a_commit_does_not_wait_for_a_blocked_loop(workplace: Workplace) -> None:
+    """What has finished is written by the rights thread while a handler blocks the other one."""
+    workplace.daemon()
+    first = workplace.add("gated", {"gate": "gate"})
+    workplace.wait_for_notes("start")
+    with workplace.lock(first):  # its completion has to wait: the loop is blocked by then
+        workplace.open_gate()
+        workplace.wait_for_notes("end")
+        blocking = workplace.add("block", {"seconds": 2.5})
+        workplace.wait_for_notes("start", workplace.job(blocking).idempotency_key)
+    workplace.wait_for_state(first, "succeeded", timeout_seconds=2)
+    assert workplace.job(blocking).state == "running"
+    workplace.wait_for_state(blocking, "succeeded")
+
+
+@SHAPES
+def test_a_frozen_worker_can_write_nothing_when_it_wakes(workplace: Workplace, shape: dict[str, str]) -> None:
+    """C2, guarantee 3: its effect and its completion roll back together, and it goes on serving."""
+    zombie = workplace.daemon(**shape)
+    id = workplace.add("gated", {"gate": "gate"}, key="contested")
+    workplace.wait_for_notes("start")
+    with frozen([zombie.pid]):
+        other = workplace.daemon(**shape)
+        # Its lease and its presence have lapsed: the other one may start.
+        workplace.wait_for_notes("start", count=2)
+        workplace.open_gate()
+        done = workplace.wait_for_state(id, "succeeded")
+    abandoned = zombie.wait_for_event("job_abandoned", job_id=id)
+    assert abandoned["reason"] in ("lease_lost", "lease_untrusted")
+    assert other.stop() == 0
+    assert zombie.process.poll() is None
+    assert len(zombie.find("job_abandoned")) == 1
+    first, second = workplace.notes("start", "contested")
+    assert first.fence < second.fence == done.fence == done.result["fence"]
+    assert workplace.ledger() == {id: 1}
+    assert workplace.ask("SELECT job_id, fence FROM job_effects") == [(id, second.fence)]
+    workplace.healthy()
+
+
+@SHAPES
+def test_a_zombie_inside_its_own_transaction_can_write_nothing(workplace: Workplace, shape: dict[str, str]) -> None:
+    zombie = workplace.daemon(**shape)
+    id = workplace.add("own", {"gate": "gate"}, key="contested")
+    workplace.wait_for_notes("start")
+    with frozen([zombie.pid]):
+        workplace.daemon(**shape)
+        workplace.wait_for_notes("start", count=2)
+        workplace.open_gate()
+        workplace.wait_for_state(id, "succeeded")
+    zombie.wait_for_event("job_abandoned", job_id=id)
+    assert workplace.ledger() == {id: 1}
+    workplace.healthy()
+
+
+def test_a_transaction_left_open_by_a_frozen_worker_ends_before_its_job_is_lost(workplace: Workplace) -> None:
+    """The row lock would keep the reaper away for ever; the server ends the session."""
+    zombie = workplace.daemon()
+    id = workplace.add("own", {"seconds": 0.4})
+    workplace.wait_for_notes("start")
+    wait_for(
+        lambda: workplace.value("SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND application_name ~ 'pool$'")
+    )
+    with frozen([zombie.pid]):
+        workplace.daemon()
+        workplace.wait_for_state(id, "succeeded", timeout_seconds=3 * LEASE_SECONDS)
+    zombie.wait_for_event("job_abandoned", job_id=id)
+    workplace.healthy()
+
+
+@SHAPES
+@pytest.mark.parametrize("loss", ["expired", "taken"])
+def test_a_handler_is_told_to_stop_when_its_lease_is_lost(workplace: Workplace, shape: dict[str, str], loss: str) -> None:
+    """Guarantee 5: a renewal says that the lease is gone."""
+    daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300")
+    id = workplace.add("checking")
+    workplace.wait_for_notes("start")
+    if loss == "expired":
+        workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 second'")
+    else:
+        workplace.db.execute("UPDATE jobs SET fence = nextval('fence_seq'), lease_owner = 'somebody else'")
+    workplace.wait_for_notes("told:lease_lost", timeout_seconds=LEASE_SECONDS)
+    daemon.wait_for_event("job_abandoned", job_id=id, reason="lease_lost")
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("running", 1)
+    workplace.healthy()
+
+
+@pytest.mark.parametrize("kind", ["gated", "own"])
+def test_a_late_completion_counts_until_the_reaper_has_moved_the_row(workplace: Workplace, kind: str) -> None:
+    """C4, guarantee 2: owner and fence decide, not the time."""
+    workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="6")
+    id = workplace.add(kind, {"gate": "gate"})
+    workplace.wait_for_notes("start")
+    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
+    workplace.open_gate()
+    workplace.wait_for_state(id, "succeeded")
+    assert workplace.ledger() == {id: 1}
+
+
+def test_a_late_failure_counts_until_the_reaper_has_moved_the_row(workplace: Workplace) -> None:
+    daemon = workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="6")
+    id = workplace.add("fail", {"gate": "gate"}, max_attempts=1)
+    workplace.wait_for_notes("start")
+    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
+    workplace.open_gate()
+    workplace.wait_for_state(id, "dead")
+    daemon.wait_for_event("job_dead", job_id=id)
+
+
+@SHAPES
+def test_a_healthy_job_longer_than_every_limit_is_never_rescued(workplace: Workplace, shape: dict[str, str]) -> None:
+    """C8: with a second daemon that would."""
+    daemons = [workplace.daemon(**shape, WORKER_LEASE_SECONDS="1") for _ in range(2)]
+    id = workplace.add("nap", {"seconds": 5})
+    row = workplace.wait_for_state(id, "succeeded")
+    assert row.attempts == 1
+    assert [event for daemon in daemons for event in daemon.find("lease_expired")] == []
+
+
+@SHAPES
+def test_a_crashed_workers_job_becomes_claimable_after_expiry(workplace: Workplace, shape: dict[str, str]) -> None:
+    """And C11: while every slot of the others is taken, since the reaper is no job."""
+    crashing = workplace.daemon(**shape)
+    id = workplace.add("gated", {"gate": "gate"}, key="orphan")
+    workplace.wait_for_notes("start", "orphan")
+    crashing.kill()
+    lease_until = workplace.job(id).lease_until
+    for _ in range(2):
+        workplace.add("nap", {"seconds": 60})
+    rescuer = workplace.daemon(**shape, WORKERS="2")
+    workplace.wait_for_notes("start", count=3)
+    row = workplace.wait_for_state(id, "ready", timeout_seconds=2 * LEASE_SECONDS)
+    assert workplace.value("SELECT clock_timestamp()") >= lease_until
+    assert (row.attempts, row.crashes, row.lease_owner, row.lease_until) == (1, 1, None, None)
+    expired = rescuer.wait_for_event("lease_expired", job_id=id)
+    assert expired["outcome"] == "crashed"
+    assert [failure.outcome for failure in workplace.failures(id)] == ["crashed"]
+    workplace.open_gate()
+    workplace.daemon(**shape)
+    row = workplace.wait_for_state(id, "succeeded")
+    assert row.attempts == 2
+    assert row.fence > workplace.notes("start", "orphan")[0].fence
+
+
+def test_a_worker_frozen_at_every_run_ends_its_job_dead(workplace: Workplace) -> None:
+    """C9: rescue gives no attempt back."""
+    id = workplace.add("gated", {"gate": "never"}, max_attempts=3)
+    for run in range(1, 4):
+        daemon = workplace.daemon(WORKER_LEASE_SECONDS="1")
+        workplace.wait_for_notes("start", count=run)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        reaper = workplace.daemon(WORKER_LEASE_SECONDS="1", WORKER_QUEUES="another")
+        workplace.wait_for_state(id, "ready" if run < 3 else "dead")
+        reaper.kill()
+        daemon.kill()
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("dead", 3)
+    assert row.last_error.startswith("worker lost: ")
+    assert len(workplace.failures(id)) == 3
+
+
+@pytest.mark.parametrize("gone", ["DELETE FROM processes", "TRUNCATE processes"])
+def test_a_job_is_recovered_by_its_own_lease_alone(workplace: Workplace, gone: str) -> None:
+    """C10: whatever happens to the registry of processes."""
+    daemon = workplace.daemon()
+    id = workplace.add("gated", {"gate": "gate"})
+    workplace.wait_for_notes("start")
+    workplace.db.execute(gone)
+    # A living process comes back into it.
+    wait_for(lambda: workplace.value("SELECT count(*) FROM processes"))
+    workplace.db.execute(gone)
+    daemon.kill()
+    workplace.open_gate()
+    workplace.daemon()
+    row = workplace.wait_for_state(id, "succeeded")
+    assert row.attempts == 2
+
+
+@SHAPES
+def test_somebody_elses_row_lock_costs_that_job_alone(workplace: Workplace, shape: dict[str, str]) -> None:
+    """C13, C15: the other renewals go on, at most one of them at a time; the locked job stops by its own clock."""
+    daemon = workplace.daemon(**shape)
+    workplace.db.execute(COUNT_RENEWALS)
+    locked = workplace.add("checking", key="locked")
+    others = [workplace.add("nap", {"seconds": 3 * LEASE_SECONDS}) for _ in range(3)]
+    workplace.wait_for_notes("start", count=4)
+    with workplace.lock(locked):
+        workplace.wait_for_notes("told:lease_untrusted", "locked", timeout_seconds=2 * LEASE_SECONDS)
+        daemon.wait_for_event("job_abandoned", job_id=locked, reason="lease_untrusted")
+        until = time.monotonic() + LEASE_SECONDS
+        while time.monotonic() < until:
+            assert len(workplace.backends("leases")) == 1
+            time.sleep(0.1)
+    for id in others:
+        row = workplace.wait_for_state(id, "succeeded")
+        assert row.attempts == 1
+    # Free again, it is reaped and runs.
+    workplace.wait_for_notes("start", "locked", count=2)
+    # While one row is locked the others are renewed up to five times as often, not in a flood.
+    most = 5 * 3 * LEASE_SECONDS / (LEASE_SECONDS / 3)
+    assert workplace.value("SELECT count(*) FROM renewals") <= most
+
+
+def test_one_failed_renewal_is_followed_by_the_next(workplace: Workplace) -> None:
+    """C14: a renewal that lost its connection kills neither the job nor the loop."""
+    daemon = workplace.daemon()
+    id = workplace.add("nap", {"seconds": 2.5 * LEASE_SECONDS})
+    workplace.wait_for_notes("start")
+    for _ in range(4):
+        before = workplace.job(id).lease_until
+        assert workplace.terminate("leases") == 1
+        wait_for(lambda before=before: workplace.job(id).lease_until > before, LEASE_SECONDS)  # type: ignore[misc]
+    row = workplace.wait_for_state(id, "succeeded")
+    assert row.attempts == 1
+    assert daemon.find("job_abandoned") == []
+
+
+def test_a_time_out_stops_an_async_handler(workplace: Workplace) -> None:
+    """C16: nothing of it happens afterwards."""
+    daemon = workplace.daemon()
+    id = workplace.add("slow", {"seconds": 2}, key="slow", max_attempts=1)
+    row = workplace.wait_for_state(id, "dead", timeout_seconds=1.5)
+    assert row.last_error == "TimeoutError: not done after 0.5 s"
+    assert [failure.outcome for failure in workplace.failures(id)] == ["timeout"]
+    started = workplace.notes("start", "slow")[0]
+    time.sleep(max(started.at_seconds + 2.5 - time.monotonic(), 0))
+    assert [note.word for note in workplace.notes()] == ["start", "told:timeout"]
+    assert workplace.ledger() == {}
+    daemon.wait_for_event("job_dead", job_id=id, error_type="TimeoutError")
+
+
+def test_a_thread_past_its_time_out_keeps_its_slot_and_commits_nothing(workplace: Workplace) -> None:
+    """C16: a thread cannot be stopped. Its outcome is decided without it, its slot is taken until it really ends."""
+    workplace.daemon(WORKERS="1")
+    id = workplace.add("slow_thread", {"seconds": 2}, key="slow", max_attempts=2)
+    workplace.wait_for_state(id, "ready", timeout_seconds=1.5)
+    next = workplace.add("nap", key="next")
+    workplace.wait_for_state(id, "dead")
+    workplace.wait_for_state(next, "succeeded")
+    workplace.wait_for_notes("end", "slow", count=2)
+    notes = [note for note in workplace.notes() if note.key == "slow"]
+    assert [(note.word, note.attempt) for note in notes] == [("start", 1), ("end", 1), ("start", 2), ("end", 2)]
+    runs = [(start.at_seconds, end.at_seconds) for start, end in zip(notes[::2], notes[1::2], strict=True)]
+    began = workplace.notes("start", "next")[0].at_seconds
+    assert not any(start < began < end for start, end in runs)
+    assert [failure.outcome for failure in workplace.failures(id)] == ["timeout", "timeout"]
+    assert workplace.ledger() == {next: 1}
+
+
+def test_a_thousand_sleeping_jobs_are_renewed_by_one_statement_an_interval(workplace: Workplace) -> None:
+    workplace.daemon(WORKERS="1000", WORKER_LOG_LEVEL="warning", ready=False)
+    wait_for(lambda: workplace.backends("leases"), 20)
+    ids = workplace.add_many(1000, "nap", {"seconds": 4 * LEASE_SECONDS})
+    wait_for(lambda: workplace.states() == {"running": 1000})
+    workplace.db.execute(COUNT_RENEWALS)
+    workplace.wait_until_all("succeeded", 30)
+    assert workplace.value("SELECT max(attempts) FROM jobs") == 1
+    assert workplace.ledger() == dict.fromkeys(ids, 1)
+    full = workplace.ask("SELECT at FROM renewals WHERE leases = 1000 ORDER BY at")
+    assert len(full) >= 5
+    gaps = [(after.at - before.at).total_seconds() for before, after in zip(full, full[1:], strict=False)]
+    assert all(0.8 * LEASE_SECONDS / 3 < gap < 1.5 * LEASE_SECONDS / 3 for gap in gaps), gaps
+
+
+def test_concurrent_workers_never_hold_the_same_live_lease(workplace: Workplace) -> None:
+    """Guarantee 1, and 13: three daemons in both shapes fight for 600 jobs; a trigger watches every claim."""
+    workplace.db.execute("""
+        CREATE TABLE claims (id bigint, fence bigint, was text, until timestamptz, at timestamptz DEFAULT clock_timestamp());
+        CREATE FUNCTION watch_claims() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            INSERT INTO claims VALUES (NEW.id, NEW.fence, OLD.state, OLD.lease_until);
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER watch_claims AFTER UPDATE ON jobs FOR EACH ROW
+            WHEN (NEW.fence <> OLD.fence) EXECUTE FUNCTION watch_claims();
+    """)
+    ids = workplace.add_many(600, "nap", {"seconds": 0.02})
+    for shape in ({}, {}, TEXTBOOK):
+        workplace.daemon(**shape, WORKERS="8", ready=False)
+    workplace.wait_until_all("succeeded", 40)
+    assert workplace.ledger() == dict.fromkeys(ids, 1)
+    assert workplace.ask("SELECT * FROM claims WHERE was <> 'ready' OR until IS NOT NULL") == []
+    assert workplace.value("SELECT count(DISTINCT fence) = count(*) AND count(*) = 600 FROM claims")
+    assert len({note.pid for note in workplace.notes("start")}) == 3

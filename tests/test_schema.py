@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import subprocess
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import asyncpg
 import psycopg
 import pytest
 
+from tests.psql import psql
+from tests.roles import role
 from tests.servers import SCHEMA_SQL, Server, execute
 from worker.errors import DatabaseUnavailable, SchemaError
-from worker.server_programs import programs_for, server_account
 from worker.store import schema
 
 ODD = 'Odd-"Name"'
@@ -68,19 +66,8 @@ async def connected(dsn: str, **settings: str) -> AsyncIterator[asyncpg.Connecti
         await connection.close()
 
 
-def psql(dsn: str, name: str) -> subprocess.CompletedProcess[str]:
-    """`psql -f schema.sql` into a schema."""
-    program = shutil.which("psql") or str(programs_for(server_account(Path("/nonexistent"))) / "psql")
-    if not os.access(program, os.X_OK):
-        pytest.skip("there is no psql here")
-    quoted = '"' + name.replace('"', '""') + '"'
-    return subprocess.run(
-        [program, dsn, "-X", "-q", "-v", "ON_ERROR_STOP=1", "-f", SCHEMA_SQL],
-        env=os.environ | {"PGOPTIONS": f"-csearch_path={quoted}"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+def apply_by_psql(dsn: str, name: str) -> subprocess.CompletedProcess[str]:
+    return psql(dsn, "-f", str(SCHEMA_SQL), schema=name)
 
 
 @pytest.mark.parametrize("name", ["public", ODD])
@@ -88,7 +75,7 @@ async def test_migrate_gives_the_same_catalog_as_psql(server: Server, empty_data
     with server.database() as other_url:
         for url in (empty_database_url, other_url):
             execute(url, "CREATE SCHEMA IF NOT EXISTS {}", name)
-        by_psql = psql(other_url, name)
+        by_psql = apply_by_psql(other_url, name)
         assert by_psql.returncode == 0, by_psql.stderr
         async with connected(empty_database_url) as connection:
             assert await schema.migrate(connection, name) is True
@@ -98,7 +85,7 @@ async def test_migrate_gives_the_same_catalog_as_psql(server: Server, empty_data
 
 
 async def test_a_schema_made_by_psql_is_accepted_and_left_alone(empty_database_url: str) -> None:
-    assert psql(empty_database_url, "public").returncode == 0
+    assert apply_by_psql(empty_database_url, "public").returncode == 0
     before = catalog(empty_database_url, "public")
     async with connected(empty_database_url) as connection:
         assert await schema.migrate(connection, "public") is False
@@ -107,9 +94,9 @@ async def test_a_schema_made_by_psql_is_accepted_and_left_alone(empty_database_u
 
 
 async def test_psql_twice_fails_whole_and_changes_nothing(empty_database_url: str) -> None:
-    assert psql(empty_database_url, "public").returncode == 0
+    assert apply_by_psql(empty_database_url, "public").returncode == 0
     before = catalog(empty_database_url, "public")
-    assert psql(empty_database_url, "public").returncode != 0
+    assert apply_by_psql(empty_database_url, "public").returncode != 0
     assert catalog(empty_database_url, "public") == before
 
 
@@ -126,14 +113,12 @@ async def test_migrate_works_under_hostile_defaults_of_the_role(empty_database_u
     hostile = {
         "search_path": "pg_catalog",
         "default_transaction_isolation": "serializable",
-        "statement_timeout": "1ms",
+        "statement_timeout": "500ms",
         "TimeZone": "Pacific/Kiritimati",
     }
     async with connected(empty_database_url) as connection:
         for name, value in hostile.items():
             await connection.execute(f"SET {name} = '{value}'")
-        # The time limit is lifted in the transaction only, which begins under it.
-        await connection.execute("SET statement_timeout = '500ms'")
         assert await schema.migrate(connection, ODD) is True
         assert await connection.fetchval("SHOW statement_timeout") == "500ms"
 
@@ -177,16 +162,13 @@ async def test_a_schema_version_table_of_somebody_else_is_not_taken_for_ours(emp
 
 
 async def test_a_role_without_create_is_told_so(server: Server, empty_database_url: str) -> None:
-    execute(server.dsn, "CREATE ROLE {}", "schema_guest")
-    try:
+    with role(server, empty_database_url) as guest:
         async with connected(empty_database_url) as connection:
-            await connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC; SET ROLE schema_guest")
-            with pytest.raises(SchemaError, match=r"'schema_guest' may not create it: CREATE on the database"):
+            await connection.execute(f"REVOKE CREATE ON SCHEMA public FROM PUBLIC; SET ROLE {guest}")
+            with pytest.raises(SchemaError, match=f"'{guest}' may not create it: CREATE on the database"):
                 await schema.migrate(connection, "new_schema")
-            with pytest.raises(SchemaError, match=r"'schema_guest' may not create tables in it"):
+            with pytest.raises(SchemaError, match=f"'{guest}' may not create tables in it"):
                 await schema.migrate(connection, "public")
-    finally:
-        execute(server.dsn, "DROP ROLE {}", "schema_guest")
 
 
 async def test_an_older_version_is_upgraded_once_in_steps(empty_database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +197,8 @@ async def test_an_upgrade_that_fails_leaves_the_old_version(empty_database_url: 
         with pytest.raises(asyncpg.DivisionByZeroError):
             await schema.migrate(connection, "public")
         assert await schema.read_version(connection, "public") == 1
-        assert "first" not in dict(await connection.fetchrow("SELECT to_jsonb(j) FROM (SELECT 1) x LEFT JOIN jobs j ON true"))
+        columns = "SELECT count(*) FROM information_schema.columns WHERE table_name = 'jobs' AND column_name = 'first'"
+        assert await connection.fetchval(columns) == 0
 
 
 async def test_a_busy_table_makes_an_upgrade_give_up_and_say_so(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,21 +222,17 @@ async def test_a_newer_version_is_refused(database_url: str) -> None:
 
 
 async def test_verify_names_each_missing_grant_and_part(server: Server, database_url: str) -> None:
-    execute(server.dsn, "CREATE ROLE {}", "schema_reader")
-    try:
+    with role(server, database_url) as reader:
         async with connected(database_url) as connection:
-            await connection.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO schema_reader; DROP TABLE fences CASCADE")
-            await connection.execute("SET ROLE schema_reader")
+            await connection.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {reader}; DROP TABLE fences CASCADE")
+            await connection.execute(f"SET ROLE {reader}")
             with pytest.raises(SchemaError) as refusal:
                 await schema.verify(connection, "public")
-            lines = refusal.value.lines
-            assert any("lacks UPDATE on the table jobs" in line for line in lines)
-            assert any("lacks USAGE on the sequence fence_seq" in line for line in lines)
-            assert [line for line in lines if "fences" in line] == ["schema 'public': the table fences is missing"]
-            assert not any("SELECT" in line for line in lines)
-            await connection.execute("RESET ROLE; DROP OWNED BY schema_reader")
-    finally:
-        execute(server.dsn, "DROP ROLE {}", "schema_reader")
+    lines = refusal.value.lines
+    assert any("lacks UPDATE on the table jobs" in line for line in lines)
+    assert any("lacks USAGE on the sequence fence_seq" in line for line in lines)
+    assert [line for line in lines if "fences" in line] == ["schema 'public': the table fences is missing"]
+    assert not any("SELECT" in line for line in lines)
 
 
 async def test_verify_names_an_empty_database(empty_database_url: str) -> None:

@@ -61,9 +61,25 @@ class Workplace:
         self.url = url
         self.directory = directory
         self._start = start
-        # local: a look of ours waits for no standby.
-        self.db = psycopg.connect(url, autocommit=True, row_factory=namedtuple_row, options="-c synchronous_commit=local")
+        self.db = self._connect()
         self.db.execute(TABLES)
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        # local: a look of ours waits for no standby.
+        options = "-c synchronous_commit=local"
+        return psycopg.connect(self.url, autocommit=True, row_factory=namedtuple_row, options=options)
+
+    def reconnect(self) -> None:
+        """After the server was gone."""
+
+        def connected() -> bool:
+            with contextlib.suppress(psycopg.OperationalError):
+                self.db.close()
+                self.db = self._connect()
+                return True
+            return False
+
+        wait_for(connected)
 
     def close(self) -> None:
         self.db.close()

@@ -212,9 +212,11 @@ class Committer:
         alone = len(members) == 1
         culprit: list[Finished] = []  # whose statement was running
         try:
-            async with asyncio.timeout(self._statement_seconds * (4 + len(members[0].effects)) if alone else self._group_seconds):
+            async with asyncio.timeout(self._statement_seconds if alone else self._group_seconds) as limit:
                 if completes(members[0].outcome):
-                    await self._complete(connection, members, culprit)
+                    # Alone, each of its statements has the time of a statement: a slow job may take the sum of them, a
+                    # connection that has gone mute keeps nobody waiting for that long.
+                    await self._complete(connection, members, culprit, limit if alone else None)
                 else:
                     await self._settle(connection, members)
         except DATABASE_ERRORS as error:
@@ -233,7 +235,18 @@ class Committer:
         if self._caution.is_active:
             self._caution.behaved({effect.sql for one in members for effect in one.effects}, len(members))
 
-    async def _complete(self, connection: Connection, members: Sequence[Finished], culprit: list[Finished]) -> None:
+    def _extend(self, limit: asyncio.Timeout | None) -> None:
+        """The server has answered: the next statement has its own time."""
+        if limit is not None:
+            limit.reschedule(self._rights_loop.time() + self._statement_seconds)
+
+    async def _complete(
+        self,
+        connection: Connection,
+        members: Sequence[Finished],
+        culprit: list[Finished],
+        limit: asyncio.Timeout | None,
+    ) -> None:
         completions = [
             Completion(one.held.job.id, one.held.job.fence, one.outcome.result, bool(one.outcome.effects))
             if isinstance(one.outcome, Succeeded)
@@ -243,16 +256,19 @@ class Committer:
         has_effects = any(one.effects for one in members)
         if has_effects:
             await connection.execute("BEGIN")
+            self._extend(limit)
         answer = await settling.complete(connection, self._database, completions, owner=self._owner, deletes=self._deletes)
+        self._extend(limit)
         present = [one for one in members if one.held.key in answer]
         if has_effects:
             to_apply = [one for one in present if one.effects and not answer[one.held.key]]
             if present:
-                await self._apply(connection, to_apply, culprit)
+                await self._apply(connection, to_apply, culprit, limit)
             if not connection.is_in_transaction():
                 raise ConnectionError("an effect has ended the transaction that took the fence")
             culprit[:] = to_apply if len(members) == 1 else []  # a deferred constraint speaks at COMMIT
             await connection.execute("COMMIT" if present else "ROLLBACK")
+            self._extend(limit)
             culprit.clear()
         if self._wait_cut_short:
             self._wait_cut_short = False
@@ -263,7 +279,13 @@ class Committer:
             self._end(one, events.JOB_SUCCEEDED)
         await self._explain(connection, [one for one in members if one.held.key not in answer])
 
-    async def _apply(self, connection: Connection, members: Sequence[Finished], culprit: list[Finished]) -> None:
+    async def _apply(
+        self,
+        connection: Connection,
+        members: Sequence[Finished],
+        culprit: list[Finished],
+        limit: asyncio.Timeout | None,
+    ) -> None:
         """Run the effects. Single ones of the same text in one go, arguments sorted, so that two committers lock shared rows in
         the same order; several of a job one after the other."""
         by_text: dict[str, list[tuple[object, ...]]] = {}
@@ -284,6 +306,7 @@ class Committer:
                 except DATABASE_ERRORS as error:
                     error.add_note(effects.where(effect))
                     raise
+                self._extend(limit)
         if any(effect.alone for one in members for effect in one.effects):
             await effects.reset_session_after_commit(connection)
         culprit.clear()

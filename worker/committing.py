@@ -97,7 +97,8 @@ def group(finished: Sequence[Finished], caution: Caution, largest: int) -> list[
                 groups.append(careful.pop(texts))
             continue
         statements = len(effects) if len(effects) > 1 else 0
-        if len(shared.members) >= largest or shared.statements + statements > STATEMENTS_A_GROUP:
+        full = len(shared.members) >= largest or shared.statements + statements > STATEMENTS_A_GROUP
+        if full and shared.members:
             groups.append(shared.members)
             shared = _Open()
         shared.members.append(one)

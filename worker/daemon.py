@@ -176,7 +176,7 @@ def _signals(worker: Worker, notifier: Notifier) -> Iterator[None]:
             budget_seconds = worker.budget_seconds + (worker.settings.shutdown_grace_seconds if count == 1 else 0)
             notifier.stopping(budget_seconds)
             worker.rights.loop.call_later(budget_seconds - _HARD_EXIT_BEFORE_SECONDS, _give_up, worker)
-            loop.call_soon_threadsafe(worker.request_stop, "signal")
+            loop.call_soon_threadsafe(worker.request_stop, "signal", local_seconds())
 
     worker.rights.call(lambda: worker.rights.loop.add_reader(ours, received))
     before = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}

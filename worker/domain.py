@@ -15,6 +15,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from worker.masking import masked
+
 State = Literal["ready", "running", "succeeded", "dead", "cancelled"]
 ReleaseReason = Literal["shutdown", "not_started", "unknown_kind", "suspect_waits", "claim_lost"]
 CancelReason = Literal["lease_lost", "lease_untrusted", "timeout", "shutdown", "cancelled"]
@@ -200,9 +202,10 @@ def failure(
     after_seconds: float | None = None,
     final: bool = False,
 ) -> Failed:
-    """The failed outcome that `error` means; its texts are cleaned and cut to what the tables take."""
+    """The failed outcome that `error` means; its texts are cleaned, without secrets, and cut to what the tables take."""
     name = clean_text(type(error).__qualname__, 128)
-    said = describe(error) if message is None else message
+    # Cut before it is masked, since it may be huge, and again behind: what was cut through the first time is gone then.
+    said = masked((describe(error) if message is None else message)[: 4 * LAST_ERROR_CHARACTERS])
     text = clean_text(f"{name}: {said}" if said else name, LAST_ERROR_CHARACTERS)
     detail = text
     if with_traceback:
@@ -213,7 +216,7 @@ def failure(
     return Failed(
         error=text,
         error_type=name,
-        detail=cut_bytes(clean_text(detail, 4 * FAILURE_BYTES), FAILURE_BYTES),
+        detail=cut_bytes(clean_text(masked(detail[-4 * FAILURE_BYTES :]), 5 * FAILURE_BYTES), FAILURE_BYTES),
         outcome=outcome,
         after_seconds=after_seconds,
         final=final,

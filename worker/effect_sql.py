@@ -10,6 +10,8 @@ import re
 from functools import lru_cache
 
 _WRITES = frozenset({"INSERT", "UPDATE", "DELETE", "MERGE"})
+# Functions that leave something in the session, wherever in the text they are named: in doubt alone, which is only slower.
+_SESSION_FUNCTIONS = re.compile(r"set_config|pg_(try_)?advisory_(un)?lock", re.IGNORECASE)
 _TOKEN = re.compile(
     r"""
       (?P<skip>  \s+ | --[^\n]* )
@@ -36,7 +38,7 @@ def must_be_alone(sql: str) -> bool:
             f"effect: one INSERT, UPDATE, DELETE, MERGE or SELECT is allowed, not {verb or 'an empty statement'!r};"
             " for anything else use `async with job.transaction()`"
         )
-    return verb == "SELECT" or any(word == "SET_CONFIG" for word, _ in words)
+    return verb == "SELECT" or _SESSION_FUNCTIONS.search(sql) is not None
 
 
 def _verb(words: list[tuple[str, int]]) -> str:

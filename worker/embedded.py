@@ -47,6 +47,7 @@ from worker.version import VERSION
 from worker.watch import Watch
 
 _NOT_NOW: tuple[type[BaseException], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
+_LANES = (claiming.ROLE, committer.ROLE, keeper.ROLE, reaper.ROLE, listener.ROLE)
 _EXIT_RESERVE_SECONDS = 0.5
 _BURST_LOOK_SECONDS = 0.2
 
@@ -89,7 +90,7 @@ class Worker:
         self._life: asyncio.Task[None] | None = None
         self.pool: Pool | None = None
         self._stop_reason = ""
-        self._stopping_since: float | None = None
+        self._stopping_since = 0.0
 
         of = self.settings
         self._lease = Lease(of.lease_seconds, of.lease_margin_seconds)
@@ -153,14 +154,17 @@ class Worker:
         if cancelled:
             raise asyncio.CancelledError
 
-    def request_stop(self, reason: str) -> None:
-        """Begin the drain (the first call), or skip what is left of the grace (a later call with the reason `signal`)."""
+    def request_stop(self, reason: str, since: float | None = None) -> None:
+        """Begin the drain (the first call), or skip what is left of the grace (a later call with the reason `signal`).
+
+        `since`: the local moment from which the grace counts, if it was asked for before this loop came round to it.
+        """
         if self._stop.is_set():
             if reason == "signal":
                 self._hurry.set()
             return
         self._stop_reason = reason
-        self._stopping_since = local_seconds()
+        self._stopping_since = local_seconds() if since is None else since
         self._stop.set()
 
     @property
@@ -204,6 +208,8 @@ class Worker:
                     async with asyncio.timeout(self.settings.query_timeout_seconds * 2):
                         await schema.verify(connection, self.settings.schema_name)
                         await waiting.verify_session(connection, self._database)
+                        loops = len(_LANES) if self._listen_database is self._database else len(_LANES) - 1
+                        await waiting.verify_room(connection, self._database, loops=loops, pool_size=self.settings.pool_size)
                 finally:
                     await _close(connection)
                 return
@@ -433,9 +439,11 @@ class Worker:
         pool.stop_starting()
         ended = asyncio.ensure_future(asyncio.wait(working))
         hurried = asyncio.create_task(self._hurry.wait(), name="hurry")
-        await asyncio.wait({ended, hurried}, timeout=of.shutdown_grace_seconds, return_when=asyncio.FIRST_COMPLETED)
+        # From the request on: a loop that was blocked meanwhile has used up its grace.
+        grace_until = self._stopping_since + of.shutdown_grace_seconds
+        await asyncio.wait({ended, hurried}, timeout=_left(grace_until), return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
-        deadline = local_seconds() + self.budget_seconds - _EXIT_RESERVE_SECONDS
+        deadline = min(local_seconds(), grace_until) + self.budget_seconds - _EXIT_RESERVE_SECONDS
         if not ended.done():
             pool.cancel_running()
             await asyncio.wait(
@@ -489,14 +497,14 @@ class Worker:
     async def _release_the_rest(self, deadline: float) -> None:
         """One statement for whatever is still ours without anybody holding it: a claim whose answer was lost, for example."""
         try:
-            connection = await self._database.connect("release")
-            try:
-                async with asyncio.timeout(_left(deadline)):
+            async with asyncio.timeout(_left(deadline)):
+                connection = await self._database.connect("release")
+                try:
                     released = await claiming.recover(connection, self._database, owner=self.id, held=self.holdings.keys())
                     if not self.holdings.keys():
                         await leasing.remove_presence(connection, self._database, process_id=self.id)
-            finally:
-                await _close(connection)
+                finally:
+                    await _close(connection)
         except DATABASE_ERRORS as error:
             if self.holdings.keys():
                 self.status = self.status or 75

@@ -53,14 +53,15 @@ class Kind(Generic[P]):
         max_attempts: int,
     ) -> None:
         self.name = name
-        self.function = function
+        # A Kind: one function registered for several kinds.
+        self.function: Handler[P] = function.function if isinstance(function, Kind) else function
         self.timeout_seconds = timeout_seconds
         """None: the process's JOB_TIMEOUT_SECONDS."""
         self.queue = queue
         self.priority = priority
         self.max_attempts = max_attempts
-        called = function if inspect.isroutine(function) else type(function).__call__
-        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(called))
+        called = (self.function, type(self.function).__call__)
+        self.is_async = any(inspect.iscoroutinefunction(inspect.unwrap(one)) for one in called)
         self._adapter: TypeAdapter[P] | None = None if payload is None else TypeAdapter(payload)
 
     def __call__(self, job: Job[P]) -> object:

@@ -60,9 +60,7 @@ class HealthFile:
             self._write_aside("")
             self._unfinished.unlink()
         except OSError as error:
-            raise ConfigError(
-                f"WORKER_RUNTIME_DIR={str(directory)!r}: cannot write there: {error.strerror}"
-            ) from None
+            raise ConfigError(f"WORKER_RUNTIME_DIR={str(directory)!r}: cannot write there: {error.strerror}") from None
         _remove_leftovers(directory)
 
     def write(self, beat: Heartbeat) -> bool:
@@ -152,9 +150,7 @@ def process_started(pid: int) -> str | None:
     except OSError:
         if os.path.exists("/proc/self/stat"):
             return None
-        shown = subprocess.run(
-            ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=5, check=False
-        )
+        shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=5, check=False)
         return shown.stdout.strip() or None
     # The name in brackets may hold anything; field 22 counts from the last bracket. A zombie has ended.
     fields_after_name = text.rpartition(")")[2].split()

@@ -194,7 +194,7 @@ class Job(Generic[P]):
         """
         if self._in_thread:
             raise RuntimeError("job.connection() needs an `async def` handler")
-        if self._held.phase is Phase.OWN_TRANSACTION:
+        if self._held.phase is Phase.OWN_TRANSACTION and not self._committed:
             raise RuntimeError("read on the transaction's own connection: holding two can starve the pool")
         async with self._surroundings.pool.acquire(timeout_seconds=self._surroundings.query_timeout_seconds) as connection:
             self._connections += 1

@@ -20,9 +20,7 @@ RESERVED_KEY_PREFIX = "auto:"
 MAX_DELAY_SECONDS = 100 * 366 * 86_400.0
 
 # A dict for its order and its look-up.
-FIELDS = dict.fromkeys(
-    ("kind", "payload", "key", "queue", "priority", "run_at", "delay_seconds", "max_attempts")
-)
+FIELDS = dict.fromkeys(("kind", "payload", "key", "queue", "priority", "run_at", "delay_seconds", "max_attempts"))
 
 
 class NewJob(NamedTuple):
@@ -120,9 +118,7 @@ def _utc_text(moment: object) -> str:
     if not isinstance(moment, datetime):
         raise TypeError(f"run_at: a datetime is needed, not {type(moment).__name__}")
     if moment.utcoffset() is None:
-        raise ValueError(
-            f"run_at: {moment.isoformat()} has no time zone, so it is no moment: add one, for example UTC"
-        )
+        raise ValueError(f"run_at: {moment.isoformat()} has no time zone: add one, for example UTC")
     try:
         return moment.astimezone(UTC).isoformat()
     except OverflowError:

@@ -20,7 +20,7 @@ from worker.store.connection import DATABASE_ERRORS, is_unavailable, sqlstate
 
 if TYPE_CHECKING:
     from worker.job import Surroundings
-    from worker.store.connection import Connection
+    from worker.store.connection import Connection, Transaction
 
 _LOOK_DELAY_SECONDS = (0.05, 1.0)
 
@@ -29,46 +29,56 @@ _LOOK_DELAY_SECONDS = (0.05, 1.0)
 async def fenced(held: Held, around: Surroundings, result: Callable[[], str | None]) -> AsyncIterator[Connection]:
     """The connection inside a transaction that has completed the job; committed when the block ends without an exception."""
     job = held.job
-    async with around.pool.acquire(timeout_seconds=around.query_timeout_seconds) as connection:
-        await connection.execute("BEGIN")
-        held.phase = Phase.OWN_TRANSACTION
-        try:
-            already_applied = await settling.open_own(
-                connection, around.database, job, owner=around.owner, deletes=around.deletes
-            )
-            if already_applied is None:
-                held.lose("lease_lost")
-                raise LeaseLost(f"job {job.id}: fence {job.fence} is stale")
-            if already_applied:
-                raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
-            yield connection
-            if not await settling.close_own(connection, around.database, job, result=result()):
-                raise RuntimeError("the transaction was ended by hand inside job.transaction(); what ran after it was not fenced")
-        except BaseException:
+    with contextlib.ExitStack() as afterwards:  # once the connection has been given back
+        async with around.pool.acquire(timeout_seconds=around.query_timeout_seconds) as connection:
+            # asyncpg's own, so that `tx.transaction()` inside is a savepoint.
+            transaction = connection.transaction(isolation="read_committed")
+            await transaction.start()
+            held.phase = Phase.OWN_TRANSACTION
             try:
-                await _roll_back(connection, around.query_timeout_seconds)
-            finally:
+                connection.stay_in_transaction(True)
+                already_applied = await settling.open_own(
+                    connection, around.database, job, owner=around.owner, deletes=around.deletes
+                )
+                if already_applied is None:
+                    afterwards.callback(held.lose, "lease_lost")  # cancels the handler, which is to see LeaseLost first
+                    raise LeaseLost(f"job {job.id}: fence {job.fence} is stale")
+                if already_applied:
+                    raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
+                yield connection
+                if not await settling.close_own(connection, around.database, job, result=result()):
+                    raise RuntimeError("the transaction was ended by hand inside job.transaction()")
+            except BaseException:
+                connection.stay_in_transaction(False)
+                try:
+                    await _roll_back(connection, transaction, around.query_timeout_seconds)
+                finally:
+                    held.phase = Phase.RUNNING
+                raise
+            connection.stay_in_transaction(False)
+            # From here on the phase stays: a job that is (or may be) complete has no lease to renew or to lose.
+            try:
+                lost_answer = await _commit(connection, transaction)
+            except DATABASE_ERRORS:
                 held.phase = Phase.RUNNING
-            raise
-        # From here on the phase stays: a job that is (or may be) complete has no lease to renew or to lose.
-        lost_answer = await _commit(connection)
+                raise
     if lost_answer is not None:
         await _resolve(held, around, lost_answer)
 
 
-async def _roll_back(connection: Connection, timeout_seconds: float) -> None:
+async def _roll_back(connection: Connection, transaction: Transaction, timeout_seconds: float) -> None:
     """End the transaction, on a connection that may be broken or busy: in doubt drop it, which the server answers the same way."""
     try:
         async with asyncio.timeout(timeout_seconds):
-            await connection.execute("ROLLBACK")
+            await transaction.rollback()
     except DATABASE_ERRORS:
         connection.terminate()
 
 
-async def _commit(connection: Connection) -> BaseException | None:
+async def _commit(connection: Connection, transaction: Transaction) -> BaseException | None:
     """COMMIT; returns the error when nobody knows whether it happened. Raises what the server refused it with."""
     try:
-        await connection.execute("COMMIT")
+        await transaction.commit()
     except DATABASE_ERRORS as error:
         if sqlstate(error) is not None and not is_unavailable(error):
             raise  # a deferred constraint: rolled back, and said so
@@ -99,6 +109,7 @@ async def _resolve(held: Held, around: Surroundings, lost_answer: BaseException)
     if ruling.done:
         return
     if ruling.mine:
+        held.phase = Phase.RUNNING
         raise lost_answer
     held.lose("lease_lost")
     raise LeaseLost(f"job {held.job.id}: fence {held.job.fence} is stale")

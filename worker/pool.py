@@ -221,7 +221,10 @@ class Pool:
             try:
                 async with asyncio.timeout(_FAILURE_HOOK_SECONDS):
                     await hook(job, error, will_retry)
-            except Exception as trouble:
+            except BaseException as trouble:  # SystemExit as well would end more than the hook
+                task = asyncio.current_task()
+                if isinstance(trouble, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise
                 logs.emit(events.INTERNAL_ERROR, where="on_failure", exception=trouble)
 
     # --- the end

@@ -17,6 +17,7 @@ from worker.errors import ConfigError
 from worker.health import all_well, read_verdicts
 from worker.settings import Settings, load_settings, unknown_settings
 from worker.store import schema
+from worker.store.connection import Database
 from worker.store.reports import describe_session
 from worker.store.waiting import verify_session
 
@@ -88,6 +89,8 @@ def check(embedded: Embedded = False, data_dir: DataDir = None) -> None:
 
 
 async def _check_database(settings: Settings) -> None:
+    from worker.daemon import load_handlers
+
     database = database_of(settings)
     async with asyncio.timeout(30), connected(database) as connection:
         session = await describe_session(connection)
@@ -101,11 +104,21 @@ async def _check_database(settings: Settings) -> None:
         except ConfigError as error:
             faults += error.lines
         try:
+            load_handlers(settings.handlers)
+            print_line(f"handlers: {settings.handlers or 'built-ins'}")
+        except ConfigError as error:
+            faults += error.lines
+        try:
             await verify_session(connection, database)
             if database.pooler:
                 print_line("pooler: the role carries the limits")
         except ConfigError as error:
             faults += error.lines
+    if settings.listen_database_url is not None:
+        url = settings.listen_database_url.get_secret_value()
+        listen = Database(url, connect_timeout_seconds=settings.connect_timeout_seconds, variable="WORKER_LISTEN_DATABASE_URL")
+        async with asyncio.timeout(30), connected(listen):
+            print_line(f"LISTEN: {listen.target.where}")
     if faults:
         raise ConfigError(*faults)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import asyncpg
+from asyncpg.transaction import Transaction as Transaction
 
 from worker.masking import safe_text as safe_text
 from worker.store import dsn as dsn_text
@@ -62,6 +63,17 @@ class Connection(asyncpg.Connection):  # type: ignore[misc]  # asyncpg carries n
     cancels_statements = True
     opened_at = 0.0
     _commits = False
+    _stays_in_transaction = False
+
+    def stay_in_transaction(self, stays: bool) -> None:
+        """While set, a statement outside a transaction is refused instead of committing itself."""
+        self._stays_in_transaction = stays
+
+    def _check_open(self) -> None:
+        # asyncpg calls this before each statement.
+        super()._check_open()
+        if self._stays_in_transaction and not self.is_in_transaction():
+            raise RuntimeError("the transaction was ended by hand inside job.transaction()")
 
     async def execute(
         self,

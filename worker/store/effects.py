@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import asyncpg
+
 from worker.domain import Effect
+from worker.store.trouble import DATABASE_ERRORS
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection
@@ -15,16 +19,29 @@ _HEAD_CHARACTERS = 60
 
 async def apply(connection: Connection, sql: str, arguments: Sequence[object]) -> None:
     """One effect of one job."""
-    await connection.execute(sql, *arguments)
+    with _arguments_of_the_user():
+        await connection.execute(sql, *arguments)
 
 
 async def apply_many(connection: Connection, sql: str, rows: Sequence[Sequence[object]]) -> None:
     """The same effect of several jobs, in the order of its arguments: whoever else runs it locks shared rows in that order too."""
+    with _arguments_of_the_user():
+        try:
+            ordered = sorted(rows)  # type: ignore[type-var]  # what cannot be compared is sorted by its text
+        except Exception:
+            ordered = sorted(rows, key=repr)
+        await connection.executemany(sql, ordered)
+
+
+@contextlib.contextmanager
+def _arguments_of_the_user() -> Iterator[None]:
+    """Arguments are compared, printed and encoded by their own methods, which may raise anything: that is a bad argument."""
     try:
-        ordered = sorted(rows)  # type: ignore[type-var]  # what cannot be compared is sorted by its text
-    except TypeError:
-        ordered = sorted(rows, key=repr)
-    await connection.executemany(sql, ordered)
+        yield
+    except DATABASE_ERRORS:
+        raise
+    except Exception as error:
+        raise asyncpg.DataError(f"an argument cannot be sent: {type(error).__name__}") from error
 
 
 async def reset_session_after_commit(connection: Connection) -> None:

@@ -121,9 +121,7 @@ async def enqueue_many(
     return await enqueue_checked(connection, checked, schema=schema)
 
 
-async def enqueue_checked(
-    connection: asyncpg.Connection, jobs: Sequence[NewJob], *, schema: str = "public"
-) -> list[Enqueued]:
+async def enqueue_checked(connection: asyncpg.Connection, jobs: Sequence[NewJob], *, schema: str = "public") -> list[Enqueued]:
     """`enqueue_many` for jobs that have been checked already, by `refuse_oversized` too."""
     # One random part a call: keys that follow each other fill an index twice as fast as random ones.
     generated = f"{RESERVED_KEY_PREFIX}{uuid.uuid4()}"
@@ -138,10 +136,7 @@ async def enqueue_checked(
         # circle. Strings compare here as COLLATE "C" does there.
         for chunk in _chunks(sorted(places.items()), jobs):
             await _write_chunk(connection, chunk, jobs, started_at, schema, answers)
-    return [
-        answers[key] if places[key] == place else answers[key]._replace(created=False)
-        for place, key in enumerate(keys)
-    ]
+    return [answers[key] if places[key] == place else answers[key]._replace(created=False) for place, key in enumerate(keys)]
 
 
 async def _write_chunk(
@@ -272,9 +267,7 @@ WHERE id = $1
 """
 
 
-async def wait(
-    connection: asyncpg.Connection, id: int, *, timeout_seconds: float, schema: str = "public"
-) -> Finished:
+async def wait(connection: asyncpg.Connection, id: int, *, timeout_seconds: float, schema: str = "public") -> Finished:
     """Wait until the job has ended; polls, ever more slowly up to once a second.
 
     Raises TimeoutError when it has not ended in time, LookupError when there is no such job (any more: a
@@ -286,9 +279,7 @@ async def wait(
     pause_seconds = _FIRST_POLL_SECONDS
     while True:
         # Each look may take a second even at the very end, so that a limit of 0 is one look.
-        row = await connection.fetchrow(
-            _in_schema(READ_STATE, schema), id, timeout=max(deadline - loop.time(), 1.0)
-        )
+        row = await connection.fetchrow(_in_schema(READ_STATE, schema), id, timeout=max(deadline - loop.time(), 1.0))
         if row is None:
             raise LookupError(f"there is no job {id}")
         if row["state"] == "succeeded":

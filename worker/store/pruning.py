@@ -70,9 +70,7 @@ async def prune_jobs(
     """
     if retention_seconds is None and dead_retention_seconds is None:
         return PruneStep(0, None)
-    row = await connection.fetchrow(
-        database.sql(PRUNE_JOBS), cursor, retention_seconds, dead_retention_seconds
-    )
+    row = await connection.fetchrow(database.sql(PRUNE_JOBS), cursor, retention_seconds, dead_retention_seconds)
     return PruneStep(row["deleted"], row["id"] if row["goes_on"] else None)
 
 
@@ -95,17 +93,16 @@ SELECT (SELECT count(*) FROM deleted) AS deleted, (SELECT max(job_id) FROM page)
 """
 
 
-async def prune_orphaned_failures(
-    connection: Connection, database: Database, *, cursor: int = FROM_THE_START
-) -> PruneStep:
+async def prune_orphaned_failures(connection: Connection, database: Database, *, cursor: int = FROM_THE_START) -> PruneStep:
     """Look at one page of at most 1,000 failures; delete those whose job is gone. The cursor is a job id."""
     row = await connection.fetchrow(database.sql(PRUNE_ORPHANED_FAILURES), cursor)
     return PruneStep(row["deleted"], row["last_id"])
 
 
-# Index job_effects_committed_at, block ranges. The lower bound keeps a walk from reading again what it has
-# deleted. The job is looked up key by key, through its unique index: as a join it could become a scan of all
-# jobs.
+# Index job_effects_committed_at, block ranges. The lower bound keeps a walk from reading again what it has deleted.
+# The job is looked up key by key, through its unique index: as a join it could become a scan of all jobs.
+# No row locks: they would need the right to UPDATE the ledger, which nobody should have. Two at once wait for each other
+# in key order, as the primary key is read.
 PRUNE_LEDGER = """
 WITH old AS MATERIALIZED (
     SELECT e.idempotency_key, e.committed_at
@@ -116,7 +113,6 @@ WITH old AS MATERIALIZED (
             (SELECT j.state FROM {schema}.jobs AS j WHERE j.idempotency_key = e.idempotency_key), 'none'
         ) NOT IN ('ready', 'running')
     LIMIT 1000
-    FOR UPDATE OF e SKIP LOCKED
 ), deleted AS (
     DELETE FROM {schema}.job_effects
     WHERE idempotency_key = ANY (ARRAY(SELECT idempotency_key FROM old))
@@ -186,11 +182,12 @@ async def prune_all(
         )
     )
     failures = await _walk(lambda cursor: prune_orphaned_failures(connection, database, cursor=cursor))
-    ledger = await _walk(
-        lambda cursor: prune_ledger(
-            connection, database, cursor=cursor, ledger_retention_seconds=ledger_retention_seconds
-        )
-    )
+    ledger = 0
+    # The cursor follows the order on disk, which is that of time except where room was used again: look once more.
+    while walked := await _walk(
+        lambda cursor: prune_ledger(connection, database, cursor=cursor, ledger_retention_seconds=ledger_retention_seconds)
+    ):
+        ledger += walked
     return Pruned(jobs, failures, ledger, await prune_processes(connection, database))
 
 

@@ -53,9 +53,7 @@ def schema_text() -> str:
     return (Path(__file__).parents[2] / "schema.sql").read_text("utf-8")
 
 
-async def migrate(
-    connection: asyncpg.Connection, schema_name: str, *, lock_timeout_seconds: float = 10
-) -> bool:
+async def migrate(connection: asyncpg.Connection, schema_name: str, *, lock_timeout_seconds: float = 10) -> bool:
     """Apply or upgrade the schema in one transaction; False when it was current already.
 
     Raises SchemaError for what is refused (no right to create, tables of somebody else, a newer version) and
@@ -80,8 +78,7 @@ async def migrate(
     except (asyncpg.UniqueViolationError, asyncpg.SerializationError):
         # Somebody who does not take our lock (psql with schema.sql) was creating the same tables.
         raise DatabaseUnavailable(
-            f"schema {schema_name!r}: somebody else was changing it at the same time; nothing was changed, "
-            "run the migration again"
+            f"schema {schema_name!r}: somebody else was changing it at the same time; nothing was changed, run the migration again"
         ) from None
 
 
@@ -98,18 +95,12 @@ WHERE name IN ('statement_timeout', 'transaction_timeout', 'idle_in_transaction_
 """
 
 
-async def _migrate_locked(
-    connection: asyncpg.Connection, schema_name: str, lock_timeout_seconds: float
-) -> bool:
-    await connection.execute(
-        "SELECT set_config('lock_timeout', $1, true)", f"{max(1, round(lock_timeout_seconds * 1000))}ms"
-    )
+async def _migrate_locked(connection: asyncpg.Connection, schema_name: str, lock_timeout_seconds: float) -> bool:
+    await connection.execute("SELECT set_config('lock_timeout', $1, true)", f"{max(1, round(lock_timeout_seconds * 1000))}ms")
     await connection.execute(LIFT_TIME_LIMITS)
     await connection.execute(LOCK_MIGRATION, schema_name)
     await _create_schema_if_missing(connection, schema_name)
-    await connection.execute(
-        "SELECT set_config('search_path', quote_ident($1) || ', pg_temp', true)", schema_name
-    )
+    await connection.execute("SELECT set_config('search_path', quote_ident($1) || ', pg_temp', true)", schema_name)
     version = await read_version(connection, schema_name)
     if version == SCHEMA_VERSION:
         return False
@@ -149,20 +140,13 @@ async def read_version(connection: asyncpg.Connection, schema_name: str) -> int 
     if not await connection.fetchval("SELECT to_regnamespace(quote_ident($1)) IS NOT NULL", schema_name):
         return None
     if not await connection.fetchval("SELECT has_schema_privilege($1, 'USAGE')", schema_name):
-        raise SchemaError(
-            f"schema {schema_name!r}: the role {await _role(connection)} may not use it: GRANT USAGE is "
-            "missing"
-        )
+        raise SchemaError(f"schema {schema_name!r}: the role {await _role(connection)} may not use it: GRANT USAGE is missing")
     table = await connection.fetchrow(READ_VERSION_TABLE, schema_name)
     if table is None or not table["ours"]:
         return None
     if not table["readable"]:
-        raise SchemaError(
-            _missing_grant(schema_name, await _role(connection), "SELECT", "table", "schema_version")
-        )
-    version: int | None = await connection.fetchval(
-        f"SELECT max(version) FROM {_quoted(schema_name)}.schema_version"
-    )
+        raise SchemaError(_missing_grant(schema_name, await _role(connection), "SELECT", "table", "schema_version"))
+    version: int | None = await connection.fetchval(f"SELECT max(version) FROM {_quoted(schema_name)}.schema_version")
     return version
 
 
@@ -176,18 +160,13 @@ async def verify(connection: asyncpg.Connection, schema_name: str) -> None:
     await _require_writable(connection)
     server_version = connection.get_server_version().major
     if server_version < OLDEST_SERVER_VERSION:
-        raise SchemaError(
-            f"PostgreSQL {server_version} is too old: {OLDEST_SERVER_VERSION} is the oldest supported"
-        )
+        raise SchemaError(f"PostgreSQL {server_version} is too old: {OLDEST_SERVER_VERSION} is the oldest supported")
     version = await read_version(connection, schema_name)
     if version is None:
-        raise SchemaError(
-            f"schema {schema_name!r} holds no tables of reliable-worker: apply them with `worker migrate`"
-        )
+        raise SchemaError(f"schema {schema_name!r} holds no tables of reliable-worker: apply them with `worker migrate`")
     if version < SCHEMA_VERSION:
         raise SchemaError(
-            f"schema {schema_name!r} has version {version}, this program needs {SCHEMA_VERSION}: run `worker "
-            "migrate`"
+            f"schema {schema_name!r} has version {version}, this program needs {SCHEMA_VERSION}: run `worker migrate`"
         )
     if version > SCHEMA_VERSION:
         raise SchemaError(_newer(schema_name, version))
@@ -237,9 +216,7 @@ async def _require_writable(connection: asyncpg.Connection) -> None:
     if await connection.fetchval("SELECT pg_is_in_recovery()"):
         raise DatabaseUnavailable("the database is a standby, which takes no writes: connect to the primary")
     if await connection.fetchval("SELECT current_setting('transaction_read_only')::boolean"):
-        raise DatabaseUnavailable(
-            "the database is read-only for this role (default_transaction_read_only is on)"
-        )
+        raise DatabaseUnavailable("the database is read-only for this role (default_transaction_read_only is on)")
 
 
 async def _create_schema_if_missing(connection: asyncpg.Connection, schema_name: str) -> None:
@@ -256,8 +233,7 @@ async def _create_schema_if_missing(connection: asyncpg.Connection, schema_name:
 async def _require_create_right(connection: asyncpg.Connection, schema_name: str) -> None:
     if not await connection.fetchval("SELECT has_schema_privilege($1, 'CREATE')", schema_name):
         raise SchemaError(
-            f"schema {schema_name!r}: the role {await _role(connection)} may not create tables in it: "
-            "migrate as the schema's owner"
+            f"schema {schema_name!r}: the role {await _role(connection)} may not create tables in it: migrate as the schema's owner"
         )
 
 
@@ -270,9 +246,7 @@ ORDER BY relname
 
 
 async def _refuse_foreign_tables(connection: asyncpg.Connection, schema_name: str) -> None:
-    rows = await connection.fetch(
-        FIND_FOREIGN_TABLES, schema_name, [name for sort, name, _ in _NEEDED if sort != "function"]
-    )
+    rows = await connection.fetch(FIND_FOREIGN_TABLES, schema_name, [name for sort, name, _ in _NEEDED if sort != "function"])
     if rows:
         raise SchemaError(
             f"schema {schema_name!r} already holds {', '.join(row['relname'] for row in rows)}, not made by "

@@ -133,12 +133,8 @@ async def _count_ready(connection: Connection, database: Database, numbers: Stat
         queue.oldest_ready_seconds = row["oldest_ready_seconds"]
         numbers.ready += row["ready"]
         numbers.scheduled += row["scheduled"]
-    ages = [
-        queue.oldest_ready_seconds
-        for queue in numbers.queues.values()
-        if queue.oldest_ready_seconds is not None
-    ]
-    numbers.oldest_ready_seconds = max(ages, default=None)
+    ages = [queue.oldest_ready_seconds for queue in numbers.queues.values()]
+    numbers.oldest_ready_seconds = max((age for age in ages if age is not None), default=None)
     rows = await connection.fetch(database.sql(COUNT_READY_KINDS))
     seen = sum(row["jobs"] for row in rows)
     scale = 1.0
@@ -192,9 +188,7 @@ WHERE relnamespace = to_regnamespace(quote_ident($1)) AND relname = 'jobs'
 
 
 async def _count_finished(connection: Connection, database: Database, numbers: Statistics) -> None:
-    unsuccessful = {
-        row["state"]: row["jobs"] for row in await connection.fetch(database.sql(COUNT_UNSUCCESSFUL))
-    }
+    unsuccessful = {row["state"]: row["jobs"] for row in await connection.fetch(database.sql(COUNT_UNSUCCESSFUL))}
     numbers.dead, numbers.cancelled = unsuccessful.get("dead", 0), unsuccessful.get("cancelled", 0)
     table = await connection.fetchrow(READ_TABLE_SIZE, database.schema)
     if table["bytes"] <= COUNTED_BYTES or table["reltuples"] <= 0 or table["relpages"] == 0:
@@ -272,9 +266,7 @@ async def _measure_last_hour(connection: Connection, database: Database, numbers
             for part in _parts(numbers, row):
                 part.throughput += row["succeeded"] / covered_seconds
     failures = 0
-    for row in await connection.fetch(
-        database.sql(COUNT_FAILURES.replace("{limit}", str(_SAMPLED_FAILURES)))
-    ):
+    for row in await connection.fetch(database.sql(COUNT_FAILURES.replace("{limit}", str(_SAMPLED_FAILURES)))):
         failures += row["failures"]
         numbers.lost_leases += row["lost_leases"]
         if row["queue"] is not None:

@@ -1,4 +1,4 @@
-"""Questions asked around a run: is any work left, does the session carry the limits it needs."""
+"""Questions asked around a run: is any work left, does the session carry the limits it needs, is there room for the connections."""
 
 from __future__ import annotations
 
@@ -51,3 +51,28 @@ async def verify_session(connection: Connection, database: Database) -> None:
     ]
     if lines:
         raise ConfigError(*lines)
+
+
+# A superuser is bound by the limit of the database alone. Everybody may read both.
+ROOM = """
+SELECT LEAST(
+    NULLIF(d.datconnlimit, -1),
+    CASE WHEN NOT r.rolsuper THEN NULLIF(r.rolconnlimit, -1) END)
+FROM pg_database AS d, pg_roles AS r
+WHERE d.datname = current_database() AND r.rolname = current_user
+"""
+
+
+async def verify_room(connection: Connection, database: Database, *, loops: int, pool_size: int) -> None:
+    """A process that gets some of its connections and never the others would claim what it cannot complete. Raises ConfigError.
+
+    The limit is shared with other processes, so that enough for one may still be too few.
+    """
+    if database.pooler:
+        return  # the limit counts the pooler's connections, not ours
+    most = await connection.fetchval(ROOM)
+    if most is not None and most < loops + pool_size:
+        raise ConfigError(
+            f"WORKER_POOL_SIZE={pool_size}: one process opens up to {loops + pool_size} connections ({loops} of its own and"
+            f" the pool), the role or the database has CONNECTION LIMIT {most}"
+        )

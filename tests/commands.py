@@ -1,0 +1,63 @@
+"""The command line under test, as a process."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.processes import environment
+
+
+def worker(
+    *arguments: str, directory: Path, stdin: str | bytes = b"", timeout_seconds: float = 60, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m worker …` with pipes for its output."""
+    result = subprocess.run(
+        [sys.executable, "-m", "worker", *arguments],
+        input=stdin.encode() if isinstance(stdin, str) else stdin,
+        capture_output=True,
+        env=environment(directory, **variables),
+        cwd=directory,
+        timeout=timeout_seconds,
+    )
+    return subprocess.CompletedProcess(
+        result.args, result.returncode, result.stdout.decode(errors="surrogateescape"), result.stderr.decode()
+    )
+
+
+def worker_at_a_terminal(*arguments: str, directory: Path, timeout_seconds: float = 60, **variables: str) -> tuple[int, str]:
+    """The same at a terminal of 100 columns: exit status, and all that appeared there."""
+    ours, theirs = pty.openpty()
+    variables = {"TERM": "xterm", "COLUMNS": "100"} | variables
+    with subprocess.Popen(
+        [sys.executable, "-m", "worker", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(directory, **variables),
+        cwd=directory,
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            while True:
+                readable, _, _ = select.select([ours], [], [], max(0.0, deadline - time.monotonic()))
+                assert readable, f"still running after {timeout_seconds} s: {shown!r}"
+                try:
+                    piece = os.read(ours, 65_536)
+                except OSError:  # Linux says that the other side has closed it
+                    break
+                if not piece:
+                    break
+                shown += piece
+        finally:
+            process.kill() if process.poll() is None and time.monotonic() > deadline else None
+            os.close(ours)
+    return process.returncode, shown.decode(errors="replace").replace("\r\n", "\n")

@@ -1,0 +1,149 @@
+"""A Worker inside the test's own process and loop: what it did to the rows, and what it said."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import asyncpg
+
+from tests.processes import await_for
+from worker import Handlers, Settings, Worker, enqueue
+from worker.domain_json import decode_json
+from worker.events import ALL, Event
+from worker.store.connection import Connection, Database
+
+SHAPES: dict[str, dict[str, Any]] = {"batches": {}, "single": {"claim_batch": 1, "commit_batch": 1}}
+"""The default shape, and the textbook one: one claim statement and one transaction a job. Tests are parametrized with it."""
+
+_TERMINAL = ("succeeded", "dead", "cancelled")
+_QUICK = {
+    "poll_seconds": 0.05,
+    "reap_seconds": 0.1,
+    "backoff_base_seconds": 0.02,
+    "shutdown_grace_seconds": 2,
+    "name": "test",
+    "workers": 4,
+}
+
+
+def quick(dsn: str, **settings: Any) -> Settings:
+    """Settings that make nobody wait."""
+    return Settings(database_url=dsn, **(_QUICK | settings))
+
+
+class Log(logging.Handler):
+    """What a Worker says to an application that has not set up structlog: (event name, fields), oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = {key: value for key, value in vars(record).items() if key not in _RECORD}
+        self.lines.append((str(fields.pop("event", record.getMessage())), fields))
+
+    def find(self, event: Event, **fields: object) -> list[dict[str, Any]]:
+        """The lines of this event, with these fields."""
+        return [said for name, said in self.lines if name == event.name and fields.items() <= said.items()]
+
+    def names(self) -> list[str]:
+        known = {event.name for event in ALL}
+        return [name for name, _ in self.lines if name in known]
+
+    @property
+    def text(self) -> str:
+        return repr(self.lines)
+
+
+_RECORD = frozenset(vars(logging.makeLogRecord({})))
+
+
+@contextlib.contextmanager
+def listening() -> Any:
+    """The log of this process's Workers while the block runs."""
+    logger, log = logging.getLogger("worker"), Log()
+    level = logger.level
+    logger.addHandler(log)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield log
+    finally:
+        logger.removeHandler(log)
+        logger.setLevel(level)
+
+
+class Run:
+    """One database, seen from outside the Worker, and its log."""
+
+    def __init__(self, dsn: str, connection: Connection, log: Log, schema: str) -> None:
+        self.dsn = dsn
+        self.connection = connection
+        self.log = log
+        self.schema = schema
+        self.worker: Worker
+        self._keys = itertools.count()
+
+    async def enqueue(self, kind: str, payload: object = None, **options: Any) -> int:
+        """The id of a new job, which has a key of its own unless one is given."""
+        options.setdefault("key", f"job-{next(self._keys)}")
+        return (await enqueue(self.connection, kind, payload, schema=self.schema, **options)).id
+
+    async def row(self, id: int) -> Mapping[str, Any]:
+        table = '"' + self.schema.replace('"', '""') + '".jobs'
+        row = await self.connection.fetchrow(f"SELECT * FROM {table} WHERE id = $1", id)
+        assert row is not None, f"no job {id}"
+        return dict(row) | {"result": None if row["result"] is None else decode_json(row["result"])}
+
+    async def ended(self, id: int, timeout_seconds: float = 10) -> Mapping[str, Any]:
+        """The row once its job is terminal, and once the log has said so."""
+
+        async def terminal() -> Mapping[str, Any] | None:
+            row = await self.row(id)
+            return row if row["state"] in _TERMINAL else None
+
+        row = await await_for(terminal, timeout_seconds)
+        assert row is not None
+        return row
+
+    async def run(self, kind: str, payload: object = None, **options: Any) -> Mapping[str, Any]:
+        """Enqueue, and the row at its end."""
+        return await self.ended(await self.enqueue(kind, payload, **options))
+
+    async def value(self, sql: str, *arguments: object) -> Any:
+        return await self.connection.fetchval(sql, *arguments)
+
+    async def column(self, sql: str, *arguments: object) -> list[Any]:
+        return [row[0] for row in await self.connection.fetch(sql, *arguments)]
+
+    async def said(self, event: Event, timeout_seconds: float = 10, **fields: object) -> dict[str, Any]:
+        """The first such line; waits for it, since lines follow the rows they tell of."""
+        found = await await_for(lambda: self.log.find(event, **fields), timeout_seconds)
+        return dict(found[0])
+
+
+@contextlib.asynccontextmanager
+async def seen(dsn: str, *, schema: str = "public") -> AsyncIterator[Run]:
+    """The database without a Worker: enqueue first, start Workers with `working`."""
+    connection = await Database(dsn, schema=schema, environ={}).connect("test")
+    try:
+        with listening() as log:
+            yield Run(dsn, connection, log, schema)
+    finally:
+        connection.terminate()
+
+
+@contextlib.asynccontextmanager
+async def running(dsn: str, handlers: Handlers, *, schema: str = "public", **settings: Any) -> AsyncIterator[Run]:
+    """A Worker at work, drained when the block is left."""
+    async with seen(dsn, schema=schema) as run, Worker(handlers, quick(dsn, schema_name=schema, **settings)) as worker:
+        run.worker = worker
+        yield run
+
+
+async def connect(dsn: str) -> asyncpg.Connection:
+    """A plain connection, as an application has one."""
+    return await asyncpg.connect(dsn)

@@ -1,0 +1,230 @@
+"""Jobs that harm: their process, their neighbours, their own row. And what is done to jobs from outside at the worst moment."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from tests.processes import Daemon
+from tests.workplace import TEXTBOOK, Workplace
+
+SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
+
+
+class Supervisor:
+    """What a service manager does: starts the daemon again each time it ends."""
+
+    def __init__(self, workplace: Workplace, **variables: str) -> None:
+        self._start = lambda: workplace.daemon(ready=False, WORKER_LEASE_SECONDS="1", **variables)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_alive, name="supervisor")
+        self.daemons: list[Daemon] = []
+
+    def _keep_alive(self) -> None:
+        while not self._ended.is_set():
+            self.daemons.append(self._start())
+            while self.daemons[-1].process.poll() is None and not self._ended.wait(0.02):
+                pass
+
+    def __enter__(self) -> Supervisor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def crashes(self) -> int:
+        return len(self.daemons) - 1
+
+
+@SHAPES
+@pytest.mark.parametrize("kind", ["exit", "kill"])
+def test_a_job_that_kills_its_process_ends_dead_and_takes_no_neighbours_with_it(
+    workplace: Workplace, shape: dict[str, str], kind: str
+) -> None:
+    """D2, guarantee 8: dead after three claims, three restarts, everybody else done."""
+    poison = workplace.add(kind, key="poison", max_attempts=3)
+    others = workplace.add_many(20, "nap", {"seconds": 0.1})
+    with Supervisor(workplace, **shape) as supervisor:
+        dead = workplace.wait_for_state(poison, "dead", timeout_seconds=40)
+        for id in others:
+            workplace.wait_for_state(id, "succeeded", timeout_seconds=20)
+        workplace.healthy()
+    assert (dead.attempts, dead.crashes) == (3, 3)
+    assert dead.last_error.startswith("worker lost: ")
+    assert [failure.outcome for failure in workplace.failures(poison)] == ["crashed"] * 3
+    assert len(workplace.notes("start", "poison")) == 3
+    assert supervisor.crashes == 3
+    # Who ran beside it at its first claim was a suspect once; nobody suffered twice.
+    assert workplace.value("SELECT max(crashes) FROM jobs WHERE id = ANY (%s)", others) <= 1
+    assert set(workplace.ledger().values()) == {1}
+
+
+def test_a_suspect_runs_as_the_only_one_of_its_sort(workplace: Workplace) -> None:
+    """Guarantee 8: several poisonous jobs, one process: none is claimed together with another."""
+    poisons = [workplace.add("exit", key=f"poison-{number}", max_attempts=2) for number in range(3)]
+    with Supervisor(workplace) as supervisor:
+        for id in poisons:
+            workplace.wait_for_state(id, "dead", timeout_seconds=40)
+    by_process: dict[int, set[str]] = {}
+    for note in workplace.notes("start"):
+        if note.attempt == 2:
+            by_process.setdefault(note.pid, set()).add(note.key)
+    assert [len(keys) for keys in by_process.values()] == [1, 1, 1]
+    assert supervisor.crashes >= 4
+
+
+def test_each_job_is_rescued_up_to_its_own_limit(workplace: Workplace) -> None:
+    """D4."""
+    limits = (1, 2, 4)
+    ids = [workplace.add("kill", max_attempts=limit) for limit in limits]
+    with Supervisor(workplace):
+        rows = [workplace.wait_for_state(id, "dead", timeout_seconds=60) for id in ids]
+    assert [row.attempts for row in rows] == list(limits)
+    assert [len(workplace.failures(id)) for id in ids] == list(limits)
+
+
+def test_jobs_taken_down_by_a_neighbour_run_again(workplace: Workplace) -> None:
+    """Guarantee 6: a lost process costs them an attempt, and nothing else."""
+    victims = [workplace.add("nap", {"seconds": 0.5}) for _ in range(3)]
+    with Supervisor(workplace):
+        workplace.wait_for_notes("start", count=3)
+        workplace.add("exit", max_attempts=1)
+        for id in victims:
+            row = workplace.wait_for_state(id, "succeeded", timeout_seconds=20)
+            assert row.attempts <= 2
+    assert workplace.ledger() == dict.fromkeys(victims, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("unprintable", "Unprintable"),
+        ("group", "ExceptionGroup"),
+        ("demanding", "Demanding"),
+        ("SystemExit", "SystemExit"),
+        ("KeyboardInterrupt", "KeyboardInterrupt"),
+        ("CancelledError", "CancelledError"),
+        ("surrogate", "ValueError"),
+    ],
+)
+def test_an_odd_exception_is_that_jobs_failure_and_nothing_more(workplace: Workplace, how: str, name: str) -> None:
+    """D8: recorded with the name of its type, the slot is free again."""
+    daemon = workplace.daemon(WORKERS="1")
+    id = workplace.add("fail_oddly", {"how": how}, max_attempts=2)
+    row = workplace.wait_for_state(id, "dead")
+    assert row.attempts == 2
+    assert row.last_error.startswith(name)
+    assert len(workplace.failures(id)) == 2
+    assert daemon.wait_for_event("job_dead", job_id=id)["error_type"] == name
+    workplace.healthy()
+    assert daemon.process.poll() is None
+
+
+@SHAPES
+def test_failing_jobs_retry_with_growing_delays_and_end_dead(workplace: Workplace, shape: dict[str, str]) -> None:
+    daemon = workplace.daemon(**shape, WORKER_BACKOFF_BASE_SECONDS="0.2", WORKER_BACKOFF_MAX_SECONDS="0.6")
+    id = workplace.add("fail", max_attempts=5)
+    row = workplace.wait_for_state(id, "dead")
+    assert row.attempts == 5
+    starts = [note.at_seconds for note in workplace.notes("start")]
+    gaps = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    assert len(gaps) == 4
+    for gap, full in zip(gaps, (0.2, 0.4, 0.6, 0.6), strict=True):
+        assert full / 2 <= gap < full + 0.5
+    delays = [event["retry_in_seconds"] for event in daemon.find("job_failed", job_id=id)]
+    assert all(full / 2 <= delay <= full for delay, full in zip(delays, (0.2, 0.4, 0.6, 0.6), strict=True))
+    assert [event["attempt"] for event in daemon.find("job_dead")] == [5]
+
+
+def test_an_unknown_kind_waits_for_who_knows_it_without_using_attempts(workplace: Workplace) -> None:
+    """D10, a rolling deploy: the old version never runs it, the new one does."""
+    id = workplace.add("nap", key="new kind", max_attempts=1)
+    old = workplace.daemon(WORKER_HANDLERS="", WORKER_POLL_SECONDS="0.05")
+    old.wait_for_event("unknown_kind", kind="nap")
+    released = old.wait_for_event("job_released", job_id=id, reason="unknown_kind")
+    row = workplace.wait_for_state(id, "ready")
+    assert (row.attempts, released["attempt"]) == (0, 1)
+    # Put back with a delay: not in a circle.
+    assert workplace.value("SELECT available_at > now() + interval '3 seconds' FROM jobs WHERE id = %s", id)
+    workplace.db.execute("UPDATE jobs SET available_at = now()")
+    assert old.stop() == 0
+    workplace.daemon()
+    row = workplace.wait_for_state(id, "succeeded")
+    assert row.attempts == 1
+
+
+@SHAPES
+def test_a_cancellation_and_a_completion_agree_on_who_came_first(workplace: Workplace, shape: dict[str, str]) -> None:
+    """D13: sixty rounds, fired at random around the completion; what the caller was told is what happened."""
+    workplace.daemon(**shape)
+    rounds = random.Random(13)
+    told = {}
+    for _ in range(60):
+        id = workplace.add("nap", {"seconds": 0.005})
+        time.sleep(rounds.uniform(0, 0.02))
+        told[id] = workplace.value("SELECT cancel_job(%s)", id)
+    for id, state in told.items():
+        row = workplace.wait_for_state(id, "succeeded", "cancelled")
+        assert row.state == state
+        assert workplace.ledger()[id] == (1 if state == "succeeded" else 0)
+    assert set(told.values()) == {"succeeded", "cancelled"}
+    workplace.healthy()
+
+
+def test_a_cancelled_job_stops_at_once(workplace: Workplace) -> None:
+    daemon = workplace.daemon(WORKER_LEASE_SECONDS="30")
+    id = workplace.add("nap", {"seconds": 20})
+    workplace.wait_for_notes("start")
+    assert workplace.value("SELECT cancel_job(%s)", id) == "cancelled"
+    workplace.wait_for_notes("told:cancelled", timeout_seconds=1)
+    daemon.wait_for_event("job_abandoned", job_id=id, reason="cancelled")
+    assert workplace.ledger() == {}
+    workplace.healthy()
+
+
+@SHAPES
+def test_a_job_due_later_runs_then_and_once(workplace: Workplace, shape: dict[str, str]) -> None:
+    """D15: three lease lengths ahead, by the clock of the database; nobody is woken by its insertion."""
+    for _ in range(2):
+        workplace.daemon(**shape, WORKER_LEASE_SECONDS="1", WORKER_POLL_SECONDS="60")
+    id = workplace.value("SELECT id FROM enqueue_job('nap', '{}', run_at => now() + interval '3 seconds')")
+    row = workplace.wait_for_state(id, "succeeded")
+    late = workplace.value("SELECT started_at - available_at FROM jobs WHERE id = %s", id).total_seconds()
+    assert 0 <= late < 1
+    assert row.attempts == 1
+    assert len(workplace.notes("start")) == 1
+
+
+def test_failures_do_not_grow_a_job_without_limit(workplace: Workplace) -> None:
+    """D16: 30 failures of 1 MB each."""
+    workplace.daemon(WORKER_BACKOFF_BASE_SECONDS="0", WORKER_LOG_LEVEL="error", ready=False)
+    id = workplace.add("fail", {"characters": 1_000_000}, max_attempts=30)
+    row = workplace.wait_for_state(id, "dead", timeout_seconds=30)
+    assert (row.attempts, len(row.last_error)) == (30, 1000)
+    failures = workplace.failures(id)
+    assert [failure.attempt for failure in failures] == list(range(11, 31))
+    assert all(len(failure.error.encode()) <= 8192 for failure in failures)
+
+
+@SHAPES
+def test_a_redelivered_job_leaves_one_effect_a_key(workplace: Workplace, shape: dict[str, str]) -> None:
+    """Guarantee 4: run again by hand, or enqueued anew after its row was pruned; the ledger remembers the key."""
+    daemon = workplace.daemon(**shape)
+    for kind in ("nap", "own"):
+        id = workplace.add(kind, key=kind)
+        workplace.wait_for_state(id, "succeeded")
+        workplace.db.execute("UPDATE jobs SET state = 'ready', completed_at = NULL WHERE id = %s", (id,))
+        workplace.wait_for_notes("start", kind, count=2)
+        workplace.wait_for_state(id, "succeeded")
+        workplace.db.execute("DELETE FROM jobs WHERE id = %s", (id,))
+        again = workplace.add(kind, key=kind)
+        workplace.wait_for_state(again, "succeeded")
+        assert workplace.ledger() == {id: 1}
+        assert [event["attempt"] for event in daemon.find("effect_already_applied", kind=kind)] == [2, 1]
+        workplace.db.execute("TRUNCATE ledger")

@@ -1,0 +1,392 @@
+"""How a daemon ends: signals, the grace, the budget, and what its exit status says about the work it held."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Daemon, environment, wait_for
+from tests.servers import PrivateCluster
+from tests.workplace import LEASE_SECONDS, TEXTBOOK, VARIABLES, Workplace, frozen
+
+SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
+
+# What a stop may take after the grace, with the settings of the workplace: margin + 2 query time-outs.
+BUDGET_SECONDS = LEASE_SECONDS / 10 + 2 * 1
+# What a loaded machine may add to any of it.
+SLACK_SECONDS = 1.0
+
+
+@pytest.fixture
+def private_workplace(
+    private_cluster: Callable[..., PrivateCluster], daemon: Callable[..., Daemon], tmp_path: Path
+) -> Iterator[Workplace]:
+    """A workplace on a server of its own, whose processes may be stopped and killed."""
+    with contextlib.closing(Workplace(private_cluster().dsn, tmp_path, daemon)) as place:
+        yield place
+
+
+def stopped(daemon: Daemon, number: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
+    """Send the signal; exit status, and the seconds until it ended."""
+    began = time.monotonic()
+    daemon.signal(number)
+    status = daemon.wait()
+    return status, time.monotonic() - began
+
+
+@SHAPES
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_lets_running_jobs_finish_and_starts_none(
+    workplace: Workplace, shape: dict[str, str], number: signal.Signals
+) -> None:
+    """E1, E15, guarantee 5."""
+    daemon = workplace.daemon(**shape, WORKERS="3", WORKER_SHUTDOWN_GRACE_SECONDS="20")
+    running = [workplace.add("nap", {"seconds": 1}) for _ in range(3)]
+    workplace.wait_for_notes("start", count=3)
+    waiting = workplace.add_many(50, "nap")
+    status, seconds = stopped(daemon, number)
+    assert status == 0
+    assert seconds < 1 + SLACK_SECONDS
+    assert len(workplace.notes("start")) == 3
+    assert {workplace.job(id).state for id in running} == {"succeeded"}
+    assert workplace.states() == {"succeeded": 3, "ready": 50}
+    assert {workplace.job(id).attempts for id in waiting} == {0}
+    assert [event["event"] for event in daemon.events][-1] == "shutdown_complete"
+    assert daemon.find("shutdown_complete", status=0)
+    assert workplace.ask("SELECT id FROM processes") == []
+    assert list(workplace.directory.glob("*.health")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_an_idle_daemon_stops_at_once(workplace: Workplace, number: signal.Signals) -> None:
+    status, seconds = stopped(workplace.daemon(), number)
+    assert status == 0
+    assert seconds < SLACK_SECONDS
+
+
+@SHAPES
+def test_a_deploy_costs_a_job_nothing(workplace: Workplace, shape: dict[str, str]) -> None:
+    """D1, guarantee 7: the attempt comes back, the place is kept, an idle process elsewhere is woken."""
+    old = workplace.daemon(**shape, WORKER_SHUTDOWN_GRACE_SECONDS="0.2")
+    id = workplace.add("gated", {"gate": "gate"}, key="deployed", max_attempts=1)
+    workplace.wait_for_notes("start")
+    before = workplace.job(id)
+    new = workplace.daemon(**shape, WORKER_POLL_SECONDS="60")
+    wait_for(lambda: workplace.value("SELECT count(*) FROM processes WHERE hungry AND busy = 0 AND id <> %s", before.lease_owner))
+    # Past its first, quick polls: from here on only a notification wakes it.
+    time.sleep(1)
+    status, seconds = stopped(old)
+    assert status == 0
+    assert seconds < 0.2 + SLACK_SECONDS
+    workplace.wait_for_notes("start", count=2, timeout_seconds=1)
+    first, second = workplace.notes("start")
+    assert (first.attempt, second.attempt) == (1, 1)
+    assert first.fence < second.fence
+    assert workplace.notes("told:shutdown")
+    assert old.find("job_released", job_id=id, reason="shutdown")
+    workplace.open_gate()
+    row = workplace.wait_for_state(id, "succeeded")
+    assert (row.attempts, row.available_at) == (1, before.available_at)
+    assert workplace.failures(id) == []
+    assert new.stop() == 0
+
+
+def test_renewals_go_on_during_the_grace(workplace: Workplace) -> None:
+    """A job that needs two leases of it keeps its own, whoever else stands by."""
+    old = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="20")
+    id = workplace.add("nap", {"seconds": 2.5 * LEASE_SECONDS})
+    workplace.wait_for_notes("start")
+    new = workplace.daemon()
+    assert old.stop() == 0
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("succeeded", 1)
+    assert new.find("lease_expired") == []
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGTERM),
+    ],
+    ids=["TERM TERM", "INT INT", "TERM INT TERM TERM"],
+)
+def test_a_second_signal_skips_the_grace(workplace: Workplace, signals: tuple[signal.Signals, ...]) -> None:
+    """E2: jobs are released first; a third is harmless."""
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="60")
+    id = workplace.add("nap", {"seconds": 60})
+    workplace.wait_for_notes("start")
+    daemon.signal(signals[0])
+    daemon.wait_for_event("shutdown_started")
+    assert workplace.job(id).state == "running"
+    began = time.monotonic()
+    for number in signals[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            daemon.signal(number)
+        time.sleep(0.02)
+    assert daemon.wait() == 0
+    assert time.monotonic() - began < SLACK_SECONDS
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("ready", 0)
+
+
+@pytest.mark.parametrize("kind", ["block", "spin", "deaf", "thread"])
+def test_a_handler_that_does_not_end_cannot_keep_the_process(workplace: Workplace, kind: str) -> None:
+    """E3, E4: gone within grace and budget, with 75; what it left is recovered by its lease, and commits once."""
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="1")
+    id = workplace.add(kind, {"seconds": 60})
+    workplace.wait_for_notes("start")
+    status, seconds = stopped(daemon)
+    assert status == 75
+    assert 1 <= seconds < 1 + BUDGET_SECONDS + SLACK_SECONDS / 2
+    assert daemon.find("job_abandoned", job_id=id, reason="deaf_handler")
+    assert daemon.find("shutdown_complete", status=75)
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("running", 1)
+    workplace.db.execute("""UPDATE jobs SET payload = '{"seconds": 0}'""")
+    workplace.daemon()
+    assert workplace.wait_for_state(id, "succeeded").attempts == 2
+    assert workplace.ledger() == {id: 1}
+
+
+def test_a_loop_blocked_past_the_grace_still_releases_its_neighbours(workplace: Workplace) -> None:
+    """The grace counts from the signal, not from when the loop comes round to it."""
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="2")
+    neighbour = workplace.add("nap", {"seconds": 60}, max_attempts=1)
+    workplace.wait_for_notes("start")
+    blocking = workplace.add("block", {"seconds": 2.7})
+    workplace.wait_for_notes("start", count=2)
+    status, seconds = stopped(daemon)
+    assert status == 0
+    assert seconds < 2 + BUDGET_SECONDS
+    assert workplace.job(blocking).state == "succeeded"
+    row = workplace.job(neighbour)
+    assert (row.state, row.attempts) == ("ready", 0)
+
+
+def test_a_job_that_fails_during_the_grace_is_recorded(workplace: Workplace) -> None:
+    """D12."""
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="10", WORKER_BACKOFF_BASE_SECONDS="30")
+    id = workplace.add("fail", {"gate": "gate"})
+    workplace.wait_for_notes("start")
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_for_event("shutdown_started")
+    workplace.open_gate()
+    assert daemon.wait() == 0
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("ready", 1)
+    assert row.last_error.startswith("ValueError: ")
+    assert workplace.value("SELECT available_at > now() + interval '10 seconds' FROM jobs")
+    assert len(workplace.failures(id)) == 1
+
+
+def test_a_job_cancelled_while_its_worker_drains_ends_promptly(workplace: Workplace) -> None:
+    """D14: and the drain with it."""
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="60")
+    id = workplace.add("nap", {"seconds": 60})
+    workplace.wait_for_notes("start")
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_for_event("shutdown_started")
+    began = time.monotonic()
+    assert workplace.value("SELECT cancel_job(%s)", id) == "cancelled"
+    assert daemon.wait() == 0
+    assert time.monotonic() - began < SLACK_SECONDS
+    assert workplace.notes("told:cancelled")
+    assert workplace.job(id).state == "cancelled"
+    assert daemon.find("job_abandoned", job_id=id, reason="cancelled")
+
+
+SLOW_CLAIMS = """
+CREATE FUNCTION slow_claims() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.4); RETURN NULL; END $$;
+CREATE TRIGGER slow_claims AFTER UPDATE ON jobs FOR EACH ROW WHEN (OLD.state = 'ready' AND NEW.state = 'running')
+    EXECUTE FUNCTION slow_claims();
+"""
+
+
+@SHAPES
+def test_a_stop_starts_no_new_work_after_a_claim_that_committed_meanwhile(workplace: Workplace, shape: dict[str, str]) -> None:
+    """E7, the moment itself: the signal comes while the claim is in flight."""
+    workplace.db.execute(SLOW_CLAIMS)
+    daemon = workplace.daemon(**shape, WORKER_CLAIM_TIMEOUT_SECONDS="1")
+    id = workplace.add("nap", max_attempts=1)
+    wait_for(lambda: workplace.value("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()"))
+    assert daemon.stop() == 0
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("ready", 0)
+    assert row.fence > 0
+    assert workplace.notes() == []
+    assert daemon.find("job_released", job_id=id, reason="not_started")
+
+
+@SHAPES
+def test_a_signal_at_any_moment_leaves_no_job_claimed_without_a_runner(workplace: Workplace, shape: dict[str, str]) -> None:
+    """E7: the rows are looked at right after the exit. Short jobs, and long ones that have to be released."""
+    rounds = random.Random(7)
+    for _ in range(20):
+        daemon = workplace.daemon(**shape, WORKER_SHUTDOWN_GRACE_SECONDS="0.1")
+        ids = [workplace.add("nap", {"seconds": seconds}) for seconds in (0, 0.02, 30)]
+        time.sleep(rounds.uniform(0, 0.06))
+        assert daemon.stop() == 0
+        rows = [workplace.job(id) for id in ids]
+        assert all((row.state, row.attempts) in (("ready", 0), ("succeeded", 1)) for row in rows), rows
+        workplace.db.execute("TRUNCATE jobs")
+
+
+def test_a_lone_daemon_as_process_1_stops_like_any_other(workplace: Workplace) -> None:
+    """E8: process 1 ignores every signal that it has no handler for."""
+    unshare = shutil.which("unshare")
+    if unshare is None or os.geteuid() != 0:
+        pytest.skip("a process id namespace needs unshare, and root")
+    command = (unshare, "--fork", "--pid", "--mount-proc", sys.executable, "-m", "worker", "run")
+    variables = environment(workplace.directory, DATABASE_URL=workplace.url, **VARIABLES)
+    outer = Daemon(command, variables, workplace.directory, "process-1")
+    try:
+        outer.wait_for_event("daemon_ready", 20, pid=1)
+        running = workplace.add("nap", {"seconds": 1})
+        workplace.wait_for_notes("start")
+        (inner,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
+        os.kill(inner, signal.SIGTERM)
+        assert outer.wait() == 0
+    finally:
+        outer.kill()
+    assert workplace.job(running).state == "succeeded"
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_handlers_child_process_is_left_alone_by_a_stop(workplace: Workplace, whole_group: bool) -> None:
+    """E9: it ends by itself; when the whole group is signalled, the handler learns what became of it."""
+    daemon = workplace.daemon()
+    id = workplace.add("child", {"seconds": 1})
+    workplace.wait_for_notes("start")
+    wait_for(lambda: Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text())
+    if whole_group:
+        os.killpg(daemon.pid, signal.SIGTERM)
+    else:
+        daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+    row = workplace.job(id)
+    assert (row.state, row.result) == ("succeeded", {"status": -signal.SIGTERM if whole_group else 0})
+
+
+# --- with the database away ----------------------------------------------------------------------------------------------------
+
+
+@SHAPES
+def test_a_stop_during_an_outage_ends_in_its_budget_and_says_what_was_left(workplace: Workplace, shape: dict[str, str]) -> None:
+    """A9: finished, but not written. They run again, once."""
+    daemon = workplace.daemon(**shape, WORKERS="10")
+    ids = [workplace.add("gated", {"gate": "gate"}) for _ in range(10)]
+    workplace.wait_for_notes("start", count=10)
+    with workplace.outage():
+        workplace.open_gate()
+        workplace.wait_for_notes("end", count=10)
+        status, seconds = stopped(daemon)
+    assert status == 75
+    assert seconds < BUDGET_SECONDS + SLACK_SECONDS / 2
+    assert {event["job_id"] for event in daemon.find("completion_deferred") if "job_id" in event} == set(ids)
+    workplace.daemon(**shape)
+    workplace.wait_until_all("succeeded")
+    assert workplace.ledger() == dict.fromkeys(ids, 1)
+    assert {workplace.job(id).attempts for id in ids} == {2}
+
+
+def test_running_jobs_of_an_outage_cannot_be_released_and_the_status_says_so(workplace: Workplace) -> None:
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="0.5", WORKER_LEASE_SECONDS="6")
+    id = workplace.add("nap", {"seconds": 60})
+    workplace.wait_for_notes("start")
+    with workplace.outage():
+        status, seconds = stopped(daemon)
+    assert status == 75
+    assert seconds < 0.5 + 0.6 + 2 + SLACK_SECONDS / 2
+    assert workplace.job(id).state == "running"
+
+
+def test_an_idle_daemon_stops_during_an_outage(workplace: Workplace) -> None:
+    daemon = workplace.daemon()
+    with workplace.outage():
+        daemon.wait_for_event("database_lost")
+        status, seconds = stopped(daemon)
+    assert status == 0
+    assert seconds < BUDGET_SECONDS + SLACK_SECONDS / 2
+
+
+@pytest.mark.parametrize("jobs", ["none", "finished", "running"])
+@pytest.mark.parametrize("frozen_too", ["", "postmaster"])
+def test_a_server_that_has_gone_mute_cannot_keep_the_process(private_workplace: Workplace, jobs: str, frozen_too: str) -> None:
+    """E6: every connection of the daemon is frozen; the status is 0 only if nothing was left behind."""
+    workplace = private_workplace
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="0.5", WORKER_LEASE_SECONDS="4")
+    if jobs != "none":
+        id = workplace.add("gated", {"gate": "gate"})
+        workplace.wait_for_notes("start")
+    postmaster = workplace.value("SELECT pg_read_file('postmaster.pid')").split()[0]
+    with frozen([*workplace.backends(), *([int(postmaster)] if frozen_too else [])]):
+        if jobs == "finished":
+            workplace.open_gate()
+            workplace.wait_for_notes("end")
+        status, seconds = stopped(daemon)
+    assert seconds < 0.5 + 0.4 + 2 + SLACK_SECONDS / 2
+    left = "none" if jobs == "none" else workplace.job(id).state
+    assert status == (75 if left == "running" else 0)
+    assert left in {"none": ("none",), "finished": ("running", "succeeded"), "running": ("running", "ready")}[jobs]
+
+
+# --- exit status ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_before_the_database_was_reached_is_clean(workplace: Workplace) -> None:
+    daemon = workplace.daemon(DATABASE_URL="postgresql://127.0.0.1:1/nowhere", ready=False)
+    daemon.wait_for_event("database_lost")
+    status, seconds = stopped(daemon)
+    assert status == 0
+    assert seconds < SLACK_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "says"),
+    [
+        ({"WORKERS": "4x"}, 78, "WORKERS"),
+        ({"WORKER_RENEW_SECONDS": "2"}, 78, "WORKER_RENEW_SECONDS"),
+        ({"WORKER_HANDLERS": "no_such_module:handlers"}, 78, "no_such_module"),
+        ({"WORKER_HANDLERS": "tests.handlers_for_tests:gate"}, 78, "worker.Handlers"),
+        ({"WORKER_RUNTIME_DIR": "/proc/nowhere"}, 78, "WORKER_RUNTIME_DIR"),
+        ({"DATABASE_URL": "postgresql://127.0.0.1:1/nowhere", "WORKER_CONNECT_WAIT_SECONDS": "0.5"}, 69, "127.0.0.1"),
+        ({"BROKEN_FOR_TEST": "worker.reaper:Reaper._pass"}, 1, "a bug for the test"),
+        ({"BROKEN_FOR_TEST": "worker.claimer:Claimer._round"}, 1, "a bug for the test"),
+        ({"BROKEN_FOR_TEST": "worker.keeper:Keeper._beat"}, 1, "a bug for the test"),
+        ({"BROKEN_FOR_TEST": "worker.listener:Listener._listen"}, 1, "a bug for the test"),
+    ],
+    ids=lambda value: "-".join(value) + "=" + "-".join(value.values())[-24:] if isinstance(value, dict) else None,
+)
+def test_the_exit_status_tells_why(workplace: Workplace, variables: dict[str, str], status: int, says: str) -> None:
+    """E10. All that is said about it is one JSON object a line on standard output."""
+    daemon = workplace.daemon(ready=False, **variables)
+    assert daemon.wait(20) == status
+    errors = [event for event in daemon.events if event["level"] in ("error", "warning")]
+    assert any(says in str(event) for event in errors), daemon.events
+
+
+def test_wrong_usage_is_status_2(workplace: Workplace) -> None:
+    assert workplace.daemon("--no-such-option", ready=False).wait() == 2
+
+
+@pytest.mark.parametrize("where", ["committer:Committer._write", "pool:Pool._attempt"])
+def test_a_bug_ends_the_process_in_order(workplace: Workplace, where: str) -> None:
+    """Guarantee 6: status 1, and the jobs it held are there for the next one."""
+    waiting = [workplace.add("nap", max_attempts=2) for _ in range(3)]
+    daemon = workplace.daemon(ready=False, BROKEN_FOR_TEST=f"worker.{where}", WORKER_SHUTDOWN_GRACE_SECONDS="0.2")
+    assert daemon.wait(20) == 1
+    assert daemon.find("internal_error", error_type="ZeroDivisionError") or daemon.find("internal_error")
+    workplace.daemon()
+    workplace.wait_until_all("succeeded")
+    assert workplace.ledger() == dict.fromkeys(waiting, 1)
