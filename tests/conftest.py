@@ -100,3 +100,12 @@ def workplace(database_url: str, daemon: Callable[..., Daemon], tmp_path: Path) 
     """A fresh database, and daemons on it whose handlers are those of `handlers_for_tests`."""
     with contextlib.closing(Workplace(database_url, tmp_path, daemon)) as place:
         yield place
+
+
+@pytest.fixture
+def private_workplace(
+    private_cluster: Callable[..., PrivateCluster], daemon: Callable[..., Daemon], tmp_path: Path
+) -> Iterator[Workplace]:
+    """The same on a server of its own, whose processes may be frozen and killed."""
+    with contextlib.closing(Workplace.on(private_cluster(), tmp_path, daemon)) as place:
+        yield place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -109,9 +110,7 @@ def test_a_transaction_left_open_by_a_frozen_worker_ends_before_its_job_is_lost(
     zombie = workplace.daemon()
     id = workplace.add("own", {"seconds": 0.4})
     workplace.wait_for_notes("start")
-    wait_for(
-        lambda: workplace.value("SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND application_name ~ 'pool$'")
-    )
+    wait_for(lambda: workplace.backends("pool", "idle in transaction"))
     with frozen([zombie.pid]):
         workplace.daemon()
         workplace.wait_for_state(id, "succeeded", timeout_seconds=3 * LEASE_SECONDS)
@@ -310,7 +309,7 @@ def test_a_thousand_sleeping_jobs_are_renewed_by_one_statement_an_interval(workp
     assert workplace.ledger() == dict.fromkeys(ids, 1)
     full = workplace.ask("SELECT at FROM renewals WHERE leases = 1000 ORDER BY at")
     assert len(full) >= 5
-    gaps = [(after.at - before.at).total_seconds() for before, after in zip(full, full[1:], strict=False)]
+    gaps = [(after.at - before.at).total_seconds() for before, after in itertools.pairwise(full)]
     assert all(0.8 * LEASE_SECONDS / 3 < gap < 1.5 * LEASE_SECONDS / 3 for gap in gaps), gaps
 
 

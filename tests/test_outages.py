@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -20,18 +21,6 @@ from tests.servers import PrivateCluster
 from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, frozen
 
 SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
-
-
-@pytest.fixture
-def cluster(private_cluster: Callable[..., PrivateCluster]) -> PrivateCluster:
-    return private_cluster()
-
-
-@pytest.fixture
-def private_workplace(cluster: PrivateCluster, daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Workplace]:
-    """A workplace on a server of its own."""
-    with contextlib.closing(Workplace(cluster.dsn, tmp_path, daemon)) as place:
-        yield place
 
 
 @SHAPES
@@ -134,11 +123,11 @@ def test_the_claims_of_a_frozen_connection_are_given_back(private_workplace: Wor
 
 
 @contextlib.contextmanager
-def commits_wait_for_a_standby(cluster: PrivateCluster) -> Iterator[None]:
+def commits_wait_for_a_standby(url: str) -> Iterator[None]:
     """K1: every COMMIT is applied, and answered to nobody."""
 
     def name_standby(name: str) -> None:
-        with psycopg.connect(cluster.dsn, autocommit=True, options="-c synchronous_commit=local") as other:
+        with psycopg.connect(url, autocommit=True, options="-c synchronous_commit=local") as other:
             other.execute(sql.SQL("ALTER SYSTEM SET synchronous_standby_names = {}").format(sql.Literal(name)))
             other.execute("SELECT pg_reload_conf()")
 
@@ -162,14 +151,14 @@ def lose_answer(workplace: Workplace, role: str, wait_event: str) -> None:
 @SHAPES
 @pytest.mark.parametrize(("kind", "role"), [("gated", "commit"), ("own", "pool"), ("gated_plain", "commit")])
 def test_a_commit_that_was_applied_but_not_answered_counts_once(
-    cluster: PrivateCluster, private_workplace: Workplace, shape: dict[str, str], kind: str, role: str
+    private_workplace: Workplace, shape: dict[str, str], kind: str, role: str
 ) -> None:
     """K1, guarantee 9: looked up, neither repeated nor forgotten."""
     workplace = private_workplace
     daemon = workplace.daemon(**shape, WORKER_LEASE_SECONDS="12", WORKER_QUERY_TIMEOUT_SECONDS="3")
     id = workplace.add(kind, {"gate": "gate"}, key="answered")
     workplace.wait_for_notes("start")
-    with commits_wait_for_a_standby(cluster):
+    with commits_wait_for_a_standby(workplace.url):
         workplace.open_gate()
         lose_answer(workplace, role, "SyncRep")
         row = workplace.wait_for_state(id, "succeeded", timeout_seconds=2)
@@ -269,7 +258,7 @@ def test_reconnecting_floods_neither_log_nor_network(workplace: Workplace, accep
         # Doubling from 0.1 s: seven tries, each perhaps with and without TLS.
         assert len(moments) <= 20
         if accepts:
-            gaps = [after - before for before, after in zip(moments, moments[1:], strict=False)]
+            gaps = [after - before for before, after in itertools.pairwise(moments)]
             assert max(gaps) > 4 * min(gap for gap in gaps if gap > 0.01)
         assert daemon.process.poll() is None
 
@@ -287,19 +276,17 @@ def test_a_running_daemon_floods_neither_log_nor_server(workplace: Workplace) ->
     workplace.healthy()
 
 
-def test_a_daemon_waits_for_a_database_that_starts_after_it(
-    cluster: PrivateCluster, private_workplace: Workplace
-) -> None:
+def test_a_daemon_waits_for_a_database_that_starts_after_it(private_workplace: Workplace) -> None:
     """A7: unready, never half started."""
     workplace = private_workplace
     id = workplace.add("nap")
-    cluster.stop()
+    workplace.cluster.stop()
     daemon = workplace.daemon(ready=False)
     daemon.wait_for_event("database_lost")
     time.sleep(1)
     assert daemon.find("daemon_ready") == []
     assert daemon.process.poll() is None
-    cluster.start()
+    workplace.cluster.start()
     daemon.wait_for_event("daemon_ready", 10)
     workplace.reconnect()
     workplace.wait_for_state(id, "succeeded")
@@ -311,7 +298,7 @@ def test_a_daemon_waits_for_a_server_without_a_free_connection(
 ) -> None:
     """A7, A8: 53300 is waited out."""
     cluster = private_cluster(max_connections="12", superuser_reserved_connections="1", max_wal_senders="0")
-    with contextlib.closing(Workplace(cluster.dsn, tmp_path, daemon)) as workplace, contextlib.ExitStack() as others:
+    with contextlib.closing(Workplace.on(cluster, tmp_path, daemon)) as workplace, contextlib.ExitStack() as others:
         workplace.db.execute("CREATE ROLE w LOGIN IN ROLE pg_read_all_stats; GRANT ALL ON ALL TABLES IN SCHEMA public TO w")
         workplace.db.execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO w")
         url = workplace.url.replace("postgres@", "w@")

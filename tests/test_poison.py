@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -133,7 +134,7 @@ def test_failing_jobs_retry_with_growing_delays_and_end_dead(workplace: Workplac
     row = workplace.wait_for_state(id, "dead")
     assert row.attempts == 5
     starts = [note.at_seconds for note in workplace.notes("start")]
-    gaps = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(starts)]
     assert len(gaps) == 4
     for gap, full in zip(gaps, (0.2, 0.4, 0.6, 0.6), strict=True):
         assert full / 2 <= gap < full + 0.5

@@ -9,13 +9,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.processes import Daemon, environment, wait_for
-from tests.servers import PrivateCluster
 from tests.workplace import LEASE_SECONDS, TEXTBOOK, VARIABLES, Workplace, frozen
 
 SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
@@ -24,15 +22,6 @@ SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textb
 BUDGET_SECONDS = LEASE_SECONDS / 10 + 2 * 1
 # What a loaded machine may add to any of it.
 SLACK_SECONDS = 1.0
-
-
-@pytest.fixture
-def private_workplace(
-    private_cluster: Callable[..., PrivateCluster], daemon: Callable[..., Daemon], tmp_path: Path
-) -> Iterator[Workplace]:
-    """A workplace on a server of its own, whose processes may be stopped and killed."""
-    with contextlib.closing(Workplace(private_cluster().dsn, tmp_path, daemon)) as place:
-        yield place
 
 
 def stopped(daemon: Daemon, number: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
@@ -219,7 +208,9 @@ def test_a_stop_starts_no_new_work_after_a_claim_that_committed_meanwhile(workpl
     workplace.db.execute(SLOW_CLAIMS)
     daemon = workplace.daemon(**shape, WORKER_CLAIM_TIMEOUT_SECONDS="1")
     id = workplace.add("nap", max_attempts=1)
-    wait_for(lambda: workplace.value("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()"))
+    wait_for(
+        lambda: workplace.value("SELECT count(*) FROM pg_locks WHERE relation = 'jobs'::regclass AND mode = 'RowExclusiveLock'")
+    )
     assert daemon.stop() == 0
     row = workplace.job(id)
     assert (row.state, row.attempts) == ("ready", 0)

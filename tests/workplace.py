@@ -8,7 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psycopg
 from psycopg import sql
@@ -16,7 +16,7 @@ from psycopg.rows import namedtuple_row
 from psycopg.types.json import Jsonb
 
 from tests.processes import Daemon, wait_for
-from tests.servers import with_database
+from tests.servers import PrivateCluster, with_database
 
 LEASE_SECONDS = 2.0
 VARIABLES = {
@@ -61,8 +61,21 @@ class Workplace:
         self.url = url
         self.directory = directory
         self._start = start
+        self._cluster: PrivateCluster | None = None
         self.db = self._connect()
         self.db.execute(TABLES)
+
+    @classmethod
+    def on(cls, cluster: PrivateCluster, directory: Path, start: Callable[..., Daemon]) -> Self:
+        """On a server of its own."""
+        place = cls(cluster.dsn, directory, start)
+        place._cluster = cluster
+        return place
+
+    @property
+    def cluster(self) -> PrivateCluster:
+        assert self._cluster is not None
+        return self._cluster
 
     def _connect(self) -> psycopg.Connection[Any]:
         # local: a look of ours waits for no standby.
@@ -103,11 +116,10 @@ class Workplace:
         assert row is not None
         return row[0]
 
-    def add(
-        self, kind: str, payload: Mapping[str, object] | None = None, *, key: str | None = None, max_attempts: int = 5
-    ) -> int:
+    def add(self, kind: str, payload: Mapping[str, object] | None = None, *, key: str | None = None, max_attempts: int = 5) -> int:
         """One job; its id."""
-        id: int = self.value("SELECT id FROM enqueue_job(%s, %s, %s, max_attempts => %s)", kind, Jsonb(payload or {}), key, max_attempts)
+        enqueue = "SELECT id FROM enqueue_job(%s, %s, %s, max_attempts => %s)"
+        id: int = self.value(enqueue, kind, Jsonb(payload or {}), key, max_attempts)
         return id
 
     def add_many(self, count: int, kind: str, payload: Mapping[str, object] | None = None) -> list[int]:
@@ -180,11 +192,13 @@ class Workplace:
 
     # --- server processes
 
-    def backends(self, role: str = "%") -> list[int]:
-        """Server processes of the daemons' connections of this role."""
+    def backends(self, role: str = "%", state: str = "%") -> list[int]:
+        """Server processes of the daemons' connections of this role, in this state."""
         rows = self.ask(
-            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE %s ORDER BY pid",
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE %s AND state LIKE %s"
+            " ORDER BY pid",
             f"reliable-worker {role}",
+            state,
         )
         return [row.pid for row in rows]
 
@@ -218,7 +232,7 @@ class Workplace:
     def healthy(self) -> None:
         """What must hold after every case: effects once, attempts within bounds, no lease left behind, fresh work done."""
         assert self.ask("SELECT id FROM jobs WHERE attempts > max_attempts") == []
-        assert {effects for effects in (self.ledger() + self.ledger("deferred_ledger")).values()} <= {1}
+        assert set((self.ledger() + self.ledger("deferred_ledger")).values()) <= {1}
         fresh = self.add("nap")
         self.wait_for_state(fresh, "succeeded")
 

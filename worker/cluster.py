@@ -109,9 +109,7 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     return default
 
 
-def start_or_adopt(
-    data_dir: Path, *, settings: Mapping[str, str] = NO_SETTINGS, die_with_parent: bool = False
-) -> Cluster:
+def start_or_adopt(data_dir: Path, *, settings: Mapping[str, str] = NO_SETTINGS, die_with_parent: bool = False) -> Cluster:
     """A server for `data_dir` that answers: the one that runs, else a new one, with new data if need be.
 
     `settings` are server settings for a start; a server that runs already keeps its own. With
@@ -222,9 +220,7 @@ def _await_answer(data_dir: Path, programs: Path, started: subprocess.Popen[byte
             raise ClusterError(f"PostgreSQL did not start in {data_dir}: {_complaint(data_dir)}")
         if time.monotonic() > deadline:
             pid = running.pid if running else "unknown"
-            raise ClusterError(
-                f"the PostgreSQL server of {data_dir} (pid {pid}) does not answer: stop that process"
-            )
+            raise ClusterError(f"the PostgreSQL server of {data_dir} (pid {pid}) does not answer: stop that process")
         time.sleep(LOOK_AGAIN_SECONDS)
 
 

@@ -47,7 +47,6 @@ from worker.version import VERSION
 from worker.watch import Watch
 
 _NOT_NOW: tuple[type[BaseException], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
-_LANES = (claiming.ROLE, committer.ROLE, keeper.ROLE, reaper.ROLE, listener.ROLE)
 _EXIT_RESERVE_SECONDS = 0.5
 _BURST_LOOK_SECONDS = 0.2
 
@@ -208,8 +207,8 @@ class Worker:
                     async with asyncio.timeout(self.settings.query_timeout_seconds * 2):
                         await schema.verify(connection, self.settings.schema_name)
                         await waiting.verify_session(connection, self._database)
-                        loops = len(_LANES) if self._listen_database is self._database else len(_LANES) - 1
-                        await waiting.verify_room(connection, self._database, loops=loops, pool_size=self.settings.pool_size)
+                        lanes = waiting.LANES if self._listen_database is self._database else waiting.LANES - 1
+                        await waiting.verify_room(connection, self._database, pool_size=self.settings.pool_size, lanes=lanes)
                 finally:
                     await _close(connection)
                 return
@@ -264,7 +263,12 @@ class Worker:
             busy=lambda: pool.busy(),
             hungry=lambda: the_claimer.is_hungry,
             health=lambda: orjson.dumps(
-                {"held": len(holdings), "unwritten": the_committer.waiting, "loop_lag_seconds": watch.lag_seconds}
+                {
+                    "held": len(holdings),
+                    "unwritten": the_committer.waiting,
+                    "loop_lag_seconds": watch.lag_seconds,
+                    "kinds": sorted(self.handlers.kinds),
+                }
             ).decode(),
         )
 
@@ -283,9 +287,7 @@ class Worker:
             statement_seconds=statement_seconds,
             work_loop=asyncio.get_running_loop(),
             rights_loop=rights.loop,
-            on_failed=(lambda job, error, will_retry: pool.failed(job, error, will_retry))
-            if self.handlers.failure_hooks
-            else None,
+            on_failed=(lambda job, error, will_retry: pool.failed(job, error, will_retry)) if self.handlers.failure_hooks else None,
             on_trouble=on_trouble,
         )
         pool = Pool(
@@ -446,9 +448,7 @@ class Worker:
         deadline = min(local_seconds(), grace_until) + self.budget_seconds - _EXIT_RESERVE_SECONDS
         if not ended.done():
             pool.cancel_running()
-            await asyncio.wait(
-                {ended}, timeout=min(self.settings.lease_margin_seconds + of.query_timeout_seconds, _left(deadline))
-            )
+            await asyncio.wait({ended}, timeout=min(self.settings.lease_margin_seconds + of.query_timeout_seconds, _left(deadline)))
         await asyncio.wait({claiming_task}, timeout=_left(deadline))
         await self._finish_writing(pool, deadline)
         self.has_deaf = any(not attempt.is_over for attempt in pool.running())

@@ -15,9 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any
-
-import structlog
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from worker import events, log_capture, log_lines
 from worker.events import Event
@@ -25,7 +23,10 @@ from worker.log_lines import Identity, traceback_text
 from worker.log_sink import Sink
 from worker.masking import masked, safe_text
 
-JobLogger = structlog.typing.FilteringBoundLogger
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+    JobLogger: TypeAlias = FilteringBoundLogger
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _RENDERERS: dict[str, log_lines.Renderer] = {"json": log_lines.json_line, "console": log_lines.console_line}
@@ -69,6 +70,7 @@ def configure(*, level: str = "info", format: str = "json", worker: str = "", ve
     _output.identity = Identity(worker, version)
     _output.render = _RENDERERS[format]
     logging.getLogger().setLevel(_LEVELS[level])
+    structlog = _structlog()
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, _render],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
@@ -92,6 +94,19 @@ def _own_stdout() -> int:
     return fd
 
 
+def _structlog() -> Any:
+    """structlog, without the rich that its console renderer would load for nothing: a daemon has no use for it."""
+    if "structlog" in sys.modules or "rich" in sys.modules:
+        import structlog
+    else:
+        sys.modules["rich"] = None  # type: ignore[assignment]  # says to `import` that there is none
+        try:
+            import structlog
+        finally:
+            del sys.modules["rich"]
+    return structlog
+
+
 def emit(event: Event, /, **fields: object) -> None:
     """Log one event: never raises, never waits.
 
@@ -104,7 +119,7 @@ def emit(event: Event, /, **fields: object) -> None:
         _describe_trouble(fields)
     if output is not None:
         output.sink.put(output.render(output.identity, event.level, event.name, fields))
-    elif structlog.is_configured():
+    elif (structlog := sys.modules.get("structlog")) is not None and structlog.is_configured():
         getattr(structlog.get_logger("worker"), event.level)(event.name, **fields)
     else:
         _emit_to_logging(_LEVELS[event.level], event.name, fields)
@@ -112,6 +127,8 @@ def emit(event: Event, /, **fields: object) -> None:
 
 def job_logger(**fields: object) -> JobLogger:
     """A logger for a handler's own words; `fields` are on each of its lines."""
+    import structlog
+
     if _output is not None or structlog.is_configured():
         logger = structlog.get_logger("worker.job")
     else:

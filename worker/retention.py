@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 STEP_SECONDS = 0.3
 """Time that one step may take: about a tenth of the reaper's rhythm."""
 RARELY_SECONDS = 60.0
+REST_SECONDS = 30.0
+"""After a whole walk, before the next one; a retention shorter than this rests for as long as it is."""
 
 
 class Retention:
@@ -37,11 +39,14 @@ class Retention:
         self._ledger_cursor = pruning.FROM_THE_START
         self._failures_cursor = pruning.FROM_THE_START
         self._rarely_at = 0.0
+        self._walk_at = 0.0
+        shortest_seconds = min(retention_seconds or REST_SECONDS, dead_retention_seconds or REST_SECONDS)
+        self._rest_seconds = min(REST_SECONDS, shortest_seconds)
 
     async def step(self, connection: Connection) -> None:
         """Remove some of what is too old, in short statements; returns within about STEP_SECONDS."""
         until = local_seconds() + STEP_SECONDS
-        while local_seconds() < until:
+        while self._walk_at <= local_seconds() < until:
             async with asyncio.timeout(self._statement_seconds):
                 jobs = await pruning.prune_jobs(
                     connection,
@@ -59,7 +64,7 @@ class Retention:
                 )
                 self._ledger_cursor = ledger.next_cursor or pruning.FROM_THE_START
             if jobs.next_cursor is None and ledger.next_cursor is None:
-                break
+                self._walk_at = local_seconds() + self._rest_seconds
         if local_seconds() >= self._rarely_at:
             self._rarely_at = local_seconds() + RARELY_SECONDS
             async with asyncio.timeout(self._statement_seconds):

@@ -40,9 +40,7 @@ def is_server(pid: int, pgdata: Path) -> bool:
             return os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(pgdata)
         except OSError:
             return False
-    answer = subprocess.run(
-        ["ps", "-o", "command=", "-p", str(pid)], capture_output=True, timeout=10, check=False
-    )
+    answer = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True, timeout=10, check=False)
     return b"postgres" in answer.stdout
 
 

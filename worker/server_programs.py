@@ -99,9 +99,7 @@ class Account:
         for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
             if len(os.fsencode(parent)) <= SOCKET_PARENT_BYTES and self.can_enter(parent):
                 return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        raise ClusterError(
-            f"{self.name} can enter no temporary directory whose path is short enough for a socket"
-        )
+        raise ClusterError(f"{self.name} can enter no temporary directory whose path is short enough for a socket")
 
     def can_enter(self, directory: Path) -> bool:
         status, _ = self.run("/bin/sh", "-c", 'cd -- "$1"', "sh", directory)
@@ -125,9 +123,7 @@ def server_account(pgdata: Path) -> Account:
     for entry in _unprivileged(pgdata):
         if entry.pw_uid != 0:
             gid = entry.pw_gid
-            return Account(
-                name=entry.pw_name, uid=entry.pw_uid, user=entry.pw_uid, group=gid, extra_groups=[]
-            )
+            return Account(name=entry.pw_name, uid=entry.pw_uid, user=entry.pw_uid, group=gid, extra_groups=[])
     raise ClusterError("PostgreSQL refuses to run as root, and there is no unprivileged user such as nobody")
 
 

@@ -19,7 +19,7 @@ from worker.settings import Settings, load_settings, unknown_settings
 from worker.store import schema
 from worker.store.connection import Database
 from worker.store.reports import describe_session
-from worker.store.waiting import verify_session
+from worker.store.waiting import verify_room, verify_session
 
 
 def run(
@@ -110,6 +110,7 @@ async def _check_database(settings: Settings) -> None:
             faults += error.lines
         try:
             await verify_session(connection, database)
+            await verify_room(connection, database, pool_size=settings.pool_size)
             if database.pooler:
                 print_line("pooler: the role carries the limits")
         except ConfigError as error:

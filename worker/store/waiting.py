@@ -30,6 +30,7 @@ async def work_is_left(connection: Connection, database: Database, *, queues: Se
 
 
 LIMITS = "SELECT name, setting::bigint FROM pg_settings WHERE name = ANY ($1)"
+ISOLATION = "SHOW default_transaction_isolation"
 
 
 async def verify_session(connection: Connection, database: Database) -> None:
@@ -49,6 +50,12 @@ async def verify_session(connection: Connection, database: Database) -> None:
         for name, value in rows
         if not 0 < value <= most[name] * 1000
     ]
+    isolation = await connection.fetchval(ISOLATION)
+    if isolation != "read committed":
+        lines.append(
+            f"WORKER_POOLER=transaction: the role's default_transaction_isolation is {isolation}; set it with"
+            " ALTER ROLE … SET default_transaction_isolation = 'read committed'"
+        )
     if lines:
         raise ConfigError(*lines)
 
@@ -63,7 +70,11 @@ WHERE d.datname = current_database() AND r.rolname = current_user
 """
 
 
-async def verify_room(connection: Connection, database: Database, *, loops: int, pool_size: int) -> None:
+LANES = 5
+"""Connections that a process has beside its pool: for claims, commits, leases, the reaper and LISTEN."""
+
+
+async def verify_room(connection: Connection, database: Database, *, pool_size: int, lanes: int = LANES) -> None:
     """A process that gets some of its connections and never the others would claim what it cannot complete. Raises ConfigError.
 
     The limit is shared with other processes, so that enough for one may still be too few.
@@ -71,8 +82,8 @@ async def verify_room(connection: Connection, database: Database, *, loops: int,
     if database.pooler:
         return  # the limit counts the pooler's connections, not ours
     most = await connection.fetchval(ROOM)
-    if most is not None and most < loops + pool_size:
+    if most is not None and most < lanes + pool_size:
         raise ConfigError(
-            f"WORKER_POOL_SIZE={pool_size}: one process opens up to {loops + pool_size} connections ({loops} of its own and"
-            f" the pool), the role or the database has CONNECTION LIMIT {most}"
+            f"WORKER_POOL_SIZE={pool_size}: one process opens up to {lanes + pool_size} connections ({lanes} of its loops,"
+            f" and the pool), the role or the database has CONNECTION LIMIT {most}"
         )
