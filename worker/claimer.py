@@ -13,26 +13,24 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from worker import events, logs
+from worker import events
 from worker.clock import local_seconds
 from worker.domain import ClaimedJob, Lease
 from worker.holding import Held, Holdings
+from worker.lost_claims import LostClaims
 from worker.patience import Patience
+from worker.places import Place, Places
 from worker.store import claiming
-from worker.store.claiming import LIMITS, START, Cursor
-from worker.store.connection import DATABASE_ERRORS, read_moments_as_microseconds, sqlstate
+from worker.store.claiming import LIMITS, Cursor
+from worker.store.connection import DATABASE_ERRORS, read_moments_as_microseconds
 from worker.store.leasing import set_hungry
 
 if TYPE_CHECKING:
-    from worker.store.connection import Connection, Database, Lane, Pool
+    from worker.store.connection import Connection, Database, Lane
 
-SURVEY_SHARE = 0.05
-SURVEY_AT_LEAST_EVERY_SECONDS = 5.0
-SURVEY_PAUSE_SECONDS = 0.05
 HUNGRY_AFTER_SECONDS = 0.1
 HUNGRY_FLIP_SECONDS = 1.0
 PAYLOAD_BYTES_A_CLAIM = 16 * 1024 * 1024
@@ -64,17 +62,6 @@ class Slots(Protocol):
         """Jobs to run, in this order."""
 
 
-@dataclass(slots=True)
-class Place:
-    """One range of the ready index."""
-
-    queue: str
-    priority: int
-    cursor: Cursor = START
-    due_at: float = 0.0
-    """Local moment from which a claim is worth while; infinite: it was found empty."""
-
-
 class Claimer:
     """Runs in the loop of the handlers; everything but `stop` and `wake` belongs to `run`."""
 
@@ -82,7 +69,6 @@ class Claimer:
         self,
         database: Database,
         lane: Lane,
-        pool: Pool,
         *,
         owner: str,
         queues: Sequence[str],
@@ -96,7 +82,6 @@ class Claimer:
     ) -> None:
         self._database = database
         self._lane = lane
-        self._pool = pool
         self._owner = owner
         self._queues = list(queues)
         self._lease = lease
@@ -110,11 +95,8 @@ class Claimer:
         self._wake = asyncio.Event()
         self._connection: Connection | None = None
         self._patience = Patience(events.CLAIM_FAILED)
-        self._places = {(queue, 0): Place(queue, 0) for queue in queues}
-        self._suspects: list[Place] = []
-        self._next_survey_at = 0.0
+        self._places = Places(queues)
         self._notified = False
-        self._turn = 0
         self._slot_seconds = math.inf
         self._round_trip_seconds = 0.002
         self._measured = (0, 0.0)
@@ -122,7 +104,7 @@ class Claimer:
         self._hungry_since = 0.0
         self._wanting_since: float | None = None
         self._polls = 0
-        self._lost: list[tuple[int, float]] = []
+        self._lost = LostClaims(database, owner=owner, holdings=holdings, limit_seconds=claim_timeout_seconds)
         self.passed_at = local_seconds()
         """When the loop last got an answer, or found that it needs none: for the health check."""
         self.first_pass = asyncio.Event()
@@ -159,12 +141,11 @@ class Claimer:
                 continue
             try:
                 async with asyncio.timeout(self._claim_timeout_seconds * 2 + self._database.connect_timeout_seconds):
-                    await self._recover_lost_claims()
                     wait_seconds = await self._round(wish)
             except DATABASE_ERRORS as error:
                 self._connection = None
                 self._lane.drop()
-                self._next_survey_at = 0.0
+                self._places.survey_soon()
                 self._on_trouble()
                 await self._pause(self._patience.delay_seconds(error))
                 continue
@@ -192,7 +173,7 @@ class Claimer:
     def _ahead(self) -> int:
         if self._batch == 1 or self._slots.suspect_runs() or self._slots.waiting_bytes() >= PAYLOAD_BYTES_AHEAD:
             return 0
-        if any(place.due_at <= local_seconds() for place in self._suspects):
+        if self._places.suspect() is not None:
             return 0  # let the inbox run empty, so that a suspect takes nobody with it
         jobs_a_second = self._slots.workers / max(self._slot_seconds, 1e-6)
         return min(int(jobs_a_second * self._round_trip_seconds * 2), 2 * self._batch)
@@ -213,15 +194,15 @@ class Claimer:
     async def _round(self, wish: int) -> float:
         """Ask for `wish` jobs, one statement a place until enough came; returns how long to wait before the next round."""
         connection = await self._ready_connection()
+        await self._lost.give_back(connection)
         now = local_seconds()
         notified, self._notified = self._notified, False
-        if now >= self._next_survey_at and not notified:
+        if now >= self._places.next_survey_at and not notified:
             await self._survey(connection)
-        elif notified or not self._due():
-            for place in self._places.values():
-                place.due_at = min(place.due_at, now)  # look behind the cursors, which costs next to nothing
+        elif notified or not self._places.any_due():
+            self._places.look_behind_the_cursors()
         taken = await self._claim_suspect(connection)
-        for place in self._in_turn():
+        for place in self._places.in_turn():
             if taken >= wish or self._stopping:
                 break
             taken += await self._claim_place(connection, place, wish - taken)
@@ -230,15 +211,12 @@ class Claimer:
             self._polls = 0
             if taken >= wish and self._hungry and now - self._hungry_since >= HUNGRY_FLIP_SECONDS:
                 await self._say_hungry(connection, False)
-        if self._due():
+        if self._places.any_due():
             return 0
         if notified and taken == 0:
-            return max(self._next_survey_at - local_seconds(), 0)  # it stands behind the cursors, or where nothing stood before
+            # What we were told of stands before a cursor, or in a place that we do not know.
+            return max(self._places.next_survey_at - local_seconds(), 0)
         return await self._idle(connection)
-
-    def _due(self) -> list[Place]:
-        now = local_seconds()
-        return [place for place in self._places.values() if place.due_at <= now]
 
     async def _ready_connection(self) -> Connection:
         connection = await self._lane.get()
@@ -251,33 +229,8 @@ class Claimer:
         """Look from the start of the index: which places have jobs, since when, and whether any stand behind a cursor."""
         asked_at = local_seconds()
         async with self._limit():
-            found = await claiming.survey(connection, self._database, self._queues)
-        now = local_seconds()
-        pause_seconds = max((now - asked_at) / SURVEY_SHARE, SURVEY_PAUSE_SECONDS)
-        self._next_survey_at = now + min(pause_seconds, SURVEY_AT_LEAST_EVERY_SECONDS)
-        self._places = {at: place for at, place in self._places.items() if place.priority == 0 or at in {r[:2] for r in found}}
-        for place in self._places.values():
-            place.due_at = math.inf
-        self._suspects = []
-        for range in found:
-            due_at = now + range.due_in_seconds if range.due_in_seconds > 0 else 0.0
-            if range.suspect:
-                self._suspects.append(Place(range.queue, range.priority, due_at=due_at))
-                continue
-            place = self._places.setdefault((range.queue, range.priority), Place(range.queue, range.priority))
-            place.due_at = due_at
-            if range.first <= place.cursor:
-                place.cursor = START  # somebody stands behind the cursor: start over
-
-    def _in_turn(self) -> list[Place]:
-        """The places that may have due jobs: queues in turn, higher priorities first within each."""
-        due = self._due()
-        if len(due) > 1:
-            self._turn += 1
-            count = len(self._queues)
-            order = {queue: (number - self._turn) % count for number, queue in enumerate(self._queues)}
-            due.sort(key=lambda place: (order[place.queue], -place.priority))
-        return due
+            ranges = await claiming.survey(connection, self._database, self._queues)
+        self._places.found(ranges, asked_at)
 
     async def _claim_place(self, connection: Connection, place: Place, wish: int) -> int:
         limit = next(limit for limit in LIMITS if limit <= wish)
@@ -293,7 +246,9 @@ class Claimer:
             cursor=place.cursor,
             payload_bytes=max(min(PAYLOAD_BYTES_A_CLAIM, PAYLOAD_BYTES_AHEAD - self._slots.waiting_bytes()), 1),
         )
-        jobs = await self._uncertain(connection, claim)
+        async with self._limit():
+            with self._lost.watching(connection):
+                jobs = await claim
         if jobs:
             place.cursor = Cursor(jobs[-1].available_at, jobs[-1].id)
             self._take(jobs, sent_at)
@@ -305,11 +260,9 @@ class Claimer:
 
     async def _claim_suspect(self, connection: Connection) -> int:
         """One suspect at a time, and only when nothing waits beside it."""
-        now = local_seconds()
-        due = [place for place in self._suspects if place.due_at <= now]
-        if not due or self._slots.suspect_runs() or self._slots.waiting() > 0:
+        place = self._places.suspect()
+        if place is None or self._slots.suspect_runs() or self._slots.waiting() > 0:
             return 0
-        place = max(due, key=lambda place: place.priority)
         sent_at = local_seconds()
         claim = claiming.claim_suspect(
             connection,
@@ -319,14 +272,16 @@ class Claimer:
             owner=self._owner,
             lease_seconds=self._lease.seconds,
         )
-        jobs = await self._uncertain(connection, claim)
-        self._suspects.remove(place)
+        async with self._limit():
+            with self._lost.watching(connection):
+                jobs = await claim
+        self._places.suspects.remove(place)
         self._take(jobs, sent_at)
         return len(jobs)
 
     def suspect_ended(self) -> None:
         """There may be another one, and what is claimed ahead may grow again: look at once."""
-        self._next_survey_at = 0.0
+        self._places.survey_soon()
         self._wake.set()
 
     def _take(self, jobs: list[ClaimedJob], sent_at: float) -> None:
@@ -348,13 +303,13 @@ class Claimer:
             self._wanting_since = now
         if not self._hungry and now - self._wanting_since >= HUNGRY_AFTER_SECONDS:
             await self._say_hungry(connection, True)
-            return max(self._next_survey_at - now, 0)  # once more: what was committed before the flag was set has notified nobody
+            # Once more: what was committed before the flag was set has notified nobody.
+            return max(self._places.next_survey_at - now, 0)
         seconds = self._poll_seconds * random.uniform(0.8, 1.2)
         if self._polls < len(_FIRST_POLLS_SECONDS):
             seconds = min(_FIRST_POLLS_SECONDS[self._polls], self._poll_seconds)
         self._polls += 1
-        places = [*self._places.values()] if self._slots.suspect_runs() else [*self._places.values(), *self._suspects]
-        due_at = min((place.due_at for place in places), default=math.inf)
+        due_at = self._places.next_due_at(with_suspects=not self._slots.suspect_runs())
         return min(seconds, max(due_at - now, 0.001))
 
     async def _say_hungry(self, connection: Connection, hungry: bool) -> None:
@@ -378,40 +333,3 @@ class Claimer:
         while not self._stopping and (remaining := until - local_seconds()) > 0:
             self._wake.clear()
             await self._wait(remaining)
-
-    # --- an answer that never came
-
-    async def _uncertain(self, connection: Connection, claim: Awaitable[list[ClaimedJob]]) -> list[ClaimedJob]:
-        """Await a claim under its limit; if its answer is lost, remember the server process, which may still commit it."""
-        pid = connection.get_server_pid()
-        try:
-            async with self._limit():
-                return await claim
-        except BaseException as error:
-            if sqlstate(error) is None or connection.is_closed():
-                self._lost.append((pid, local_seconds()))
-            raise
-
-    async def _recover_lost_claims(self) -> None:
-        """Give back what claims without an answer have taken. No claim of this process is in flight here."""
-        if not self._lost:
-            return
-        settled_after_seconds = self._claim_timeout_seconds * 2 if self._database.pooler else 0.0
-        async with self._pool.acquire(timeout_seconds=self._claim_timeout_seconds) as connection:
-            gone = [
-                (pid, since)
-                for pid, since in self._lost
-                if local_seconds() - since >= settled_after_seconds and not await claiming.backend_lives(connection, pid=pid)
-            ]
-            held = self._holdings.keys()
-            for job in await claiming.recover(connection, self._database, owner=self._owner, held=held):
-                logs.emit(
-                    events.JOB_RELEASED,
-                    job_id=job.id,
-                    kind=job.kind,
-                    queue=job.queue,
-                    attempt=job.attempt,
-                    fence=job.fence,
-                    reason="claim_lost",
-                )
-        self._lost = [one for one in self._lost if one not in gone]

@@ -309,7 +309,6 @@ class Worker:
         the_claimer = pool.claimer = Claimer(
             database,
             claim_lane,
-            connections,
             owner=self.id,
             queues=of.queues,
             lease=self._lease,

@@ -1,0 +1,66 @@
+"""Claims whose answer was lost: their jobs go back, attempt refunded, once the claim can no longer commit.
+
+The server process of a dropped connection may still be at work. It is gone when pg_stat_activity says so (behind a transaction
+pooler that cannot be told, so the server's own time limit must have passed); its jobs are those of this owner that nobody here
+holds. No claim may be in flight while that is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from worker import events, logs
+from worker.clock import local_seconds
+from worker.holding import Holdings
+from worker.store import claiming
+from worker.store.connection import sqlstate
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database
+
+
+class LostClaims:
+    """Remembers claims without an answer, and gives back what they took."""
+
+    def __init__(self, database: Database, *, owner: str, holdings: Holdings, limit_seconds: float) -> None:
+        self._database = database
+        self._owner = owner
+        self._holdings = holdings
+        self._limit_seconds = limit_seconds
+        self._lost: list[tuple[int, float]] = []
+
+    @contextmanager
+    def watching(self, connection: Connection) -> Iterator[None]:
+        """Around a claim: if its answer does not come, its server process is remembered."""
+        pid = connection.get_server_pid()
+        try:
+            yield
+        except BaseException as error:
+            if sqlstate(error) is None or connection.is_closed():
+                self._lost.append((pid, local_seconds()))
+            raise
+
+    async def give_back(self, connection: Connection) -> None:
+        """Return what claims without an answer have taken, and forget those that are surely over."""
+        if not self._lost:
+            return
+        passed_seconds = self._limit_seconds * 2 if self._database.pooler else 0.0
+        over = [
+            (pid, since)
+            for pid, since in self._lost
+            if local_seconds() - since >= passed_seconds and not await claiming.backend_lives(connection, pid=pid)
+        ]
+        released = await claiming.recover(connection, self._database, owner=self._owner, held=self._holdings.keys())
+        self._lost = [one for one in self._lost if one not in over]
+        for job in released:
+            logs.emit(
+                events.JOB_RELEASED,
+                job_id=job.id,
+                kind=job.kind,
+                queue=job.queue,
+                attempt=job.attempt,
+                fence=job.fence,
+                reason="claim_lost",
+            )
