@@ -26,15 +26,21 @@ LEDGER = "INSERT INTO ledger (job_id, fence) VALUES ($1, $2)"
 
 handlers = Handlers()
 
-# A bug in a loop of ours, on demand: `module:attribute path` of what is to fail.
-if broken := os.environ.get("BROKEN_FOR_TEST"):
-    module, _, path = broken.partition(":")
-    owner, _, name = path.rpartition(".")
 
-    async def fails(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("a bug for the test")
+async def fails(*_: object, **__: object) -> None:
+    raise ZeroDivisionError("a bug for the test")
 
-    setattr(operator.attrgetter(owner)(importlib.import_module(module)), name, fails)
+
+async def hangs(*_: object, **__: object) -> None:
+    await asyncio.sleep(3600)
+
+
+# A bug in a loop of ours, on demand: `module:attribute path` of what is to fail, or to hang.
+for variable, bug in (("BROKEN_FOR_TEST", fails), ("HUNG_FOR_TEST", hangs)):
+    if place := os.environ.get(variable):
+        module, _, path = place.partition(":")
+        owner, _, name = path.rpartition(".")
+        setattr(operator.attrgetter(owner)(importlib.import_module(module)), name, bug)
 
 
 def note(word: str, job: Job[Any]) -> None:
@@ -78,6 +84,21 @@ async def nap(job: Job[Any]) -> None:
 @handlers.job("noop")
 async def noop(job: Job[Any]) -> None:
     pass
+
+
+@handlers.job("limits")
+async def limits(job: Job[Any]) -> dict[str, int]:
+    """The time limits of its sessions, in milliseconds."""
+    names = ["statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"]
+    async with job.connection() as connection:
+        rows = await connection.fetch("SELECT name, setting::int FROM pg_settings WHERE name = ANY ($1)", names)
+    return {name: value for name, value in rows}
+
+
+@handlers.job("count_tasks")
+async def count_tasks(job: Job[Any]) -> int:
+    """How many tasks there are in the loop that handlers share."""
+    return len(asyncio.all_tasks())
 
 
 @handlers.job("gated")

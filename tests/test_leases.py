@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+from psycopg import sql
 
 from tests.processes import wait_for
 from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, frozen
@@ -27,6 +28,21 @@ END $$;
 CREATE TRIGGER count_renewals AFTER UPDATE ON jobs REFERENCING NEW TABLE AS changed
     FOR EACH STATEMENT EXECUTE FUNCTION count_renewals();
 """
+
+
+def test_the_time_limits_of_every_session_stay_below_the_lease(workplace: Workplace) -> None:
+    """Whatever the role's defaults are (K8): the server ends what this process cannot."""
+    name = sql.Identifier(workplace.db.info.dbname)
+    for setting in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
+        workplace.db.execute(sql.SQL("ALTER DATABASE {} SET {} = 0").format(name, sql.Identifier(setting)))
+    workplace.daemon(WORKER_QUERY_TIMEOUT_SECONDS="60")
+    id = workplace.add("limits")
+    T = LEASE_SECONDS * 1000
+    assert workplace.wait_for_state(id, "succeeded").result == {
+        "statement_timeout": T / 2,
+        "lock_timeout": int(T / 6),
+        "idle_in_transaction_session_timeout": int(T / 3),
+    }
 
 
 @SHAPES

@@ -142,13 +142,16 @@ def lose_answer(workplace: Workplace, role: str, wait_event: str) -> None:
     """End the session of this role in the middle of its COMMIT."""
     waiting = """
         SELECT pid FROM pg_stat_activity WHERE application_name LIKE %s AND wait_event = %s
-        AND (query ~* '^commit' OR query ~* 'done AS')
+        AND (query ~ '^COMMIT' OR query ~ '(done|settled) AS')
     """
     (row,) = wait_for(lambda: workplace.ask(waiting, f"% {role}", wait_event))
     workplace.ask("SELECT pg_terminate_backend(%s)", row.pid)
 
 
-@SHAPES
+DELETING = {"WORKER_RETENTION_SECONDS": "0"}
+
+
+@pytest.mark.parametrize("shape", [{}, TEXTBOOK, DELETING], ids=["batches", "textbook", "deleting"])
 @pytest.mark.parametrize(("kind", "role"), [("gated", "commit"), ("own", "pool"), ("gated_plain", "commit")])
 def test_a_commit_that_was_applied_but_not_answered_counts_once(
     private_workplace: Workplace, shape: dict[str, str], kind: str, role: str
@@ -161,15 +164,34 @@ def test_a_commit_that_was_applied_but_not_answered_counts_once(
     with commits_wait_for_a_standby(workplace.url):
         workplace.open_gate()
         lose_answer(workplace, role, "SyncRep")
-        row = workplace.wait_for_state(id, "succeeded", timeout_seconds=2)
+        wait_for(lambda: workplace.states()["running"] == 0, 2)
         # Nobody may believe it yet: the primary alone has it.
         time.sleep(0.5)
         assert daemon.find("job_succeeded", job_id=id) == []
     daemon.wait_for_event("job_succeeded", job_id=id)
-    assert (row.attempts, len(workplace.notes("start"))) == (1, 1)
+    assert workplace.states() == ({} if shape is DELETING else {"succeeded": 1})
+    assert len(workplace.notes("start")) == 1
     assert workplace.ledger() == ({} if kind == "gated_plain" else {id: 1})
     assert daemon.find("job_failed") == daemon.find("job_abandoned") == []
     workplace.healthy()
+
+
+@SHAPES
+def test_a_failure_that_was_written_but_not_answered_counts_once(private_workplace: Workplace, shape: dict[str, str]) -> None:
+    """K1 on the other statement that ends an attempt."""
+    workplace = private_workplace
+    long = {"WORKER_LEASE_SECONDS": "12", "WORKER_QUERY_TIMEOUT_SECONDS": "3", "WORKER_BACKOFF_BASE_SECONDS": "60"}
+    daemon = workplace.daemon(**shape, **long)
+    id = workplace.add("fail", {"gate": "gate"})
+    workplace.wait_for_notes("start")
+    with commits_wait_for_a_standby(workplace.url):
+        workplace.open_gate()
+        lose_answer(workplace, "commit", "SyncRep")
+    daemon.wait_for_event("job_failed", job_id=id)
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("ready", 1)
+    assert len(workplace.failures(id)) == len(daemon.find("job_failed")) == 1
+    assert daemon.find("job_abandoned") == []
 
 
 @SHAPES

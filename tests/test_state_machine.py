@@ -92,10 +92,20 @@ class Jobs(RuleBasedStateMachine):
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
 
-    def some(self, data: st.DataObject, *, owner: str) -> list[Lease]:
-        """Leases to write about: live, stale and somebody else's; at most one attempt of a job, as the committer sees to."""
-        chosen = data.draw(st.lists(st.sampled_from(self.model.leases), min_size=1, max_size=self.batch, unique_by=lambda one: one.job.id))
-        return [Lease(owner if data.draw(st.booleans()) else one.owner, one.job) for one in chosen]
+    def some(self, data: st.DataObject) -> tuple[str, list[ClaimedJob]]:
+        """Who writes, and about which attempts, at most one of a job (the committer sees to that): live ones, stale ones, somebody
+        else's, and as often as not old attempts of a job that has been claimed again, by the same owner or another."""
+        rows = self.model.rows
+        stale = [
+            one
+            for one in self.model.leases
+            if one.job.id in rows and rows[one.job.id].state == "running" and rows[one.job.id].fence != one.job.fence
+        ]
+        among = stale if stale and data.draw(st.booleans()) else self.model.leases
+        chosen = data.draw(st.lists(st.sampled_from(among), min_size=1, max_size=self.batch, unique_by=lambda one: one.job.id))
+        row = rows.get(chosen[0].job.id)
+        likely = (row.owner if row else None) or chosen[0].owner
+        return data.draw(st.sampled_from([likely, likely, *OWNERS])), [one.job for one in chosen]
 
     # --- callers
 
@@ -144,9 +154,7 @@ class Jobs(RuleBasedStateMachine):
     @rule()
     def prune(self) -> None:
         gone = [id for id, row in self.model.rows.items() if row.state in ("succeeded", "dead", "cancelled")]
-        step = self.wait(
-            pruning.prune_jobs(self.connection, self.database, retention_seconds=0, dead_retention_seconds=0)
-        )
+        step = self.wait(pruning.prune_jobs(self.connection, self.database, retention_seconds=0, dead_retention_seconds=0))
         assert step.deleted == len(gone)
         for id in gone:
             del self.model.rows[id]
@@ -213,13 +221,12 @@ class Jobs(RuleBasedStateMachine):
         self.wait(self.connection.execute("UPDATE processes SET expires_at = now() - interval '1 s' WHERE id = $1", owner))
         self.model.present.discard(owner)
 
-    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    @rule(data=st.data())
     @precondition(lambda self: self.model.leases)
-    def renew(self, data: st.DataObject, owner: str) -> None:
-        keys = [one.job[:2] for one in data.draw(st.lists(st.sampled_from(self.model.leases), min_size=1, max_size=self.batch))]
-        renewed = self.wait(
-            leasing.renew(self.connection, self.database, held=keys, owner=owner, lease_seconds=LEASE_SECONDS)
-        )
+    def renew(self, data: st.DataObject) -> None:
+        owner, jobs = self.some(data)
+        keys = [job[:2] for job in jobs]
+        renewed = self.wait(leasing.renew(self.connection, self.database, held=keys, owner=owner, lease_seconds=LEASE_SECONDS))
         live = {key for key in keys if self.model.holds(owner, *key) and not self.model.rows[key[0]].expired}
         assert renewed == live, "a late renewal never counts, and everybody else's lease stays as it was"
         standings = self.wait(leasing.look(self.connection, self.database, held=keys, owner=owner))
@@ -251,10 +258,10 @@ class Jobs(RuleBasedStateMachine):
             row.end("dead" if row.attempts >= row.max_attempts else "ready")
             assert job.state == row.state
 
-    @rule(data=st.data(), owner=st.sampled_from(OWNERS), has_effects=st.booleans())
+    @rule(data=st.data(), has_effects=st.booleans())
     @precondition(lambda self: self.model.leases)
-    def complete(self, data: st.DataObject, owner: str, has_effects: bool) -> None:
-        leases = [one.job for one in self.some(data, owner=owner)]
+    def complete(self, data: st.DataObject, has_effects: bool) -> None:
+        owner, leases = self.some(data)
         answer = self.wait(self.commit(leases, owner, has_effects))
         mine = {job[:2] for job in leases if self.model.holds(owner, *job[:2])}
         assert set(answer) == mine, "stale owners and fences change nothing"
@@ -290,7 +297,6 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        owner=st.sampled_from(OWNERS),
         verdict=st.sampled_from(
             [
                 Verdict("retry", 0.0, "error", "E: e", "detail"),
@@ -302,8 +308,9 @@ class Jobs(RuleBasedStateMachine):
         ),
     )
     @precondition(lambda self: self.model.leases)
-    def fail_snooze_or_release(self, data: st.DataObject, owner: str, verdict: Verdict) -> None:
-        keys = [one.job[:2] for one in self.some(data, owner=owner)]
+    def fail_snooze_or_release(self, data: st.DataObject, verdict: Verdict) -> None:
+        owner, jobs = self.some(data)
+        keys = [job[:2] for job in jobs]
         settled = self.wait(
             settling.settle(self.connection, self.database, [Settlement(*key, verdict) for key in keys], owner=owner)
         )

@@ -106,8 +106,8 @@ def test_many_sleepers_do_not_fight_over_single_jobs(workplace: Workplace) -> No
             other.execute("INSERT INTO jobs (kind, payload) VALUES ('noop', '{}')")
             time.sleep(0.004)
     wait_for(lambda: workplace.states() == {"succeeded": jobs})
-    # Of these, one is the insert's, one the completion's, and one for each claim that finds nothing.
-    assert transactions(workplace) - before < 12 * jobs
+    # The insert, the completion, and a few looks of each daemon; one of each task would be 32.
+    assert transactions(workplace) - before < 20 * jobs
 
 
 def test_a_flood_of_notifications_ends_in_one_look(workplace: Workplace) -> None:

@@ -31,6 +31,8 @@ from worker.store.leasing import set_hungry
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database, Lane
 
+SATED_SECONDS = 1.0
+"""While every slot is taken it makes a pass this often all the same: who watches it takes a silent loop for a stuck one."""
 HUNGRY_AFTER_SECONDS = 0.1
 HUNGRY_FLIP_SECONDS = 1.0
 PAYLOAD_BYTES_A_CLAIM = 16 * 1024 * 1024
@@ -137,7 +139,7 @@ class Claimer:
             if wish == 0:
                 self._wanting_since = None
                 self.passed_at = local_seconds()
-                await self._wait(None)
+                await self._wait(SATED_SECONDS)
                 continue
             try:
                 async with asyncio.timeout(self._claim_timeout_seconds * 2 + self._database.connect_timeout_seconds):

@@ -254,7 +254,7 @@ def _missing_database(settings: Settings) -> tuple[str, ...]:
     if settings.database_url is not None or environ.get("PGHOST") or environ.get("PGDATABASE"):
         return ()
     return (
-        "DATABASE_URL is not set: set it to postgresql://user:password@host/dbname, or set DATABASE_URL_FILE,"
+        "DATABASE_URL is not set: set it to postgresql://user@host/dbname with a password in its place, or set DATABASE_URL_FILE,"
         " or PGHOST and PGDATABASE",
     )
 

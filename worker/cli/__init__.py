@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -21,6 +21,7 @@ from worker.errors import ConfigError, DatabaseUnavailable
 from worker.masking import safe_text
 from worker.server_programs import ClusterError
 from worker.store.connection import DATABASE_ERRORS, is_unavailable, sqlstate
+from worker.version import VERSION
 
 EX_UNAVAILABLE = 69
 EX_CONFIG = 78
@@ -71,7 +72,6 @@ def _failure(status: int, text: str) -> typer.Exit:
 app = typer.Typer(
     name="worker",
     cls=Commands,
-    help="Background jobs in PostgreSQL: leases, fencing, and effects that are committed once.",
     no_args_is_help=True,
     add_completion=False,
     # Rich stays away: the daemon loads nothing that only serves a person.
@@ -79,6 +79,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        printing.print_line(f"reliable-worker {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Background jobs in PostgreSQL: leases, fencing, and effects that are committed once."""
+
+
 app.command("run")(process.run)
 app.command("demo")(demo.demo)
 app.command("migrate")(process.migrate)

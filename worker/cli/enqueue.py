@@ -36,11 +36,11 @@ def enqueue(
         typer.Argument(metavar="PAYLOAD", help="JSON; - reads standard input, @FILE a file.", show_default=False),
     ] = None,
     key: Annotated[str | None, typer.Option(help="Idempotency key: the same key is one job.")] = None,
-    queue: Annotated[str, typer.Option()] = DEFAULT_QUEUE,
+    queue: Annotated[str, typer.Option(help="Only processes that serve it take the job.")] = DEFAULT_QUEUE,
     priority: Annotated[int, typer.Option(help="Higher runs first.")] = 0,
     delay: Annotated[float | None, typer.Option(metavar="SECONDS", help="Not before so many seconds.")] = None,
     at: Annotated[str | None, typer.Option(metavar="ISO8601", help="Not before this moment, time zone included.")] = None,
-    max_attempts: Annotated[int, typer.Option()] = DEFAULT_MAX_ATTEMPTS,
+    max_attempts: Annotated[int, typer.Option(help="Dead after so many failures.")] = DEFAULT_MAX_ATTEMPTS,
     file: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="JSON lines, one job each, all or none of them; - reads standard input."),
@@ -173,9 +173,12 @@ def _read_payload(text: str) -> object:
 
 def _moment(text: str, name: str = "at") -> datetime:
     try:
-        return datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except ValueError:
         raise ValueError(f"{name}: {text!r} is no ISO 8601 moment such as 2030-01-31T08:00:00Z") from None
+    if moment.utcoffset() is None:
+        raise ValueError(f"{name}: {text!r} has no time zone, so it is no moment: add one, for example Z")
+    return moment
 
 
 @contextlib.contextmanager
