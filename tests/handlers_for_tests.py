@@ -68,8 +68,8 @@ def noted(job: Job[Any]) -> Iterator[None]:
 
 
 async def gate(job: Job[Any]) -> None:
-    """Wait until the test makes a file named as the payload says."""
-    while not Path(job.payload["gate"]).exists():  # noqa: ASYNC110  (another process opens it)
+    """Wait until the test makes a file named as the payload says; each attempt may have its own."""
+    while not Path(job.payload["gate"].format(attempt=job.attempt)).exists():  # noqa: ASYNC110  (another process opens it)
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
 
@@ -92,7 +92,7 @@ async def limits(job: Job[Any]) -> dict[str, int]:
     names = ["statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"]
     async with job.connection() as connection:
         rows = await connection.fetch("SELECT name, setting::int FROM pg_settings WHERE name = ANY ($1)", names)
-    return {name: value for name, value in rows}
+    return dict(rows)
 
 
 @handlers.job("count_tasks")
@@ -234,6 +234,7 @@ def slow_thread(job: Job[Any]) -> None:
 @handlers.job("exit")
 async def leave(job: Job[Any]) -> None:
     note("start", job)
+    await asyncio.sleep(job.payload.get("seconds", 0))
     os._exit(1)
 
 

@@ -181,7 +181,7 @@ def test_a_job_that_fails_during_the_grace_is_recorded(workplace: Workplace) -> 
 
 def test_a_job_cancelled_while_its_worker_drains_ends_promptly(workplace: Workplace) -> None:
     """D14: and the drain with it."""
-    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="60")
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="60", WORKER_LEASE_SECONDS="30")
     id = workplace.add("nap", {"seconds": 60})
     workplace.wait_for_notes("start")
     daemon.signal(signal.SIGTERM)
@@ -223,7 +223,7 @@ def test_a_stop_starts_no_new_work_after_a_claim_that_committed_meanwhile(workpl
 def test_a_signal_at_any_moment_leaves_no_job_claimed_without_a_runner(workplace: Workplace, shape: dict[str, str]) -> None:
     """E7: the rows are looked at right after the exit. Short jobs, and long ones that have to be released."""
     rounds = random.Random(7)
-    for _ in range(20):
+    for _ in range(16):
         daemon = workplace.daemon(**shape, WORKER_SHUTDOWN_GRACE_SECONDS="0.1")
         ids = [workplace.add("nap", {"seconds": seconds}) for seconds in (0, 0.02, 30)]
         time.sleep(rounds.uniform(0, 0.06))
@@ -231,6 +231,17 @@ def test_a_signal_at_any_moment_leaves_no_job_claimed_without_a_runner(workplace
         rows = [workplace.job(id) for id in ids]
         assert all((row.state, row.attempts) in (("ready", 0), ("succeeded", 1)) for row in rows), rows
         workplace.db.execute("TRUNCATE jobs")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_while_the_handlers_are_imported_is_clean(workplace: Workplace, number: signal.Signals) -> None:
+    """Nothing is held yet."""
+    slow = "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(60)\n"
+    (workplace.directory / "slow_to_import.py").write_text(slow)
+    daemon = workplace.daemon(WORKER_HANDLERS="slow_to_import:handlers", ready=False)
+    wait_for((workplace.directory / "importing").exists)
+    assert stopped(daemon, number) == (0, pytest.approx(0, abs=SLACK_SECONDS))
+    assert daemon.stderr == ""
 
 
 def test_a_lone_daemon_as_process_1_stops_like_any_other(workplace: Workplace) -> None:

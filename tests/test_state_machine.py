@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from worker.domain import ClaimedJob, Verdict
 from worker.store import claiming, leasing, pruning, reaping, settling
@@ -106,6 +106,12 @@ class Jobs(RuleBasedStateMachine):
         row = rows.get(chosen[0].job.id)
         likely = (row.owner if row else None) or chosen[0].owner
         return data.draw(st.sampled_from([likely, likely, *OWNERS])), [one.job for one in chosen]
+
+    @initialize(owner=st.sampled_from(OWNERS))
+    def begin_with_work_under_way(self, owner: str) -> None:
+        for key in (*KEYS, None):
+            self.enqueue(key, 3, 0)
+        self.claim(owner, self.batch, 0, True)
 
     # --- callers
 
@@ -257,6 +263,18 @@ class Jobs(RuleBasedStateMachine):
             row.crashes += job.crashed
             row.end("dead" if row.attempts >= row.max_attempts else "ready")
             assert job.state == row.state
+
+    @rule(data=st.data(), owner=st.sampled_from([None, None, *OWNERS]))
+    @precondition(lambda self: any(row.state == "running" for row in self.model.rows.values()))
+    def lose_a_job_and_claim_again(self, data: st.DataObject, owner: str | None) -> None:
+        """The way to two attempts of one job in one hand, which chance alone takes too seldom."""
+        losers = {row.owner for row in self.model.rows.values() if row.state == "running" and row.owner}
+        self.let_a_lease_expire(data)
+        self.reap()
+        owner = owner or data.draw(st.sampled_from(sorted(losers)))
+        for priority in (0, 5):
+            self.claim(owner, self.batch, priority, True)
+            self.claim_suspect(owner, priority)
 
     @rule(data=st.data(), has_effects=st.booleans())
     @precondition(lambda self: self.model.leases)
@@ -431,7 +449,7 @@ def test_any_order_of_everything_keeps_the_guarantees(database_url: str, batch: 
             run_state_machine_as_test(
                 OneShape,
                 settings=settings(
-                    max_examples=60,
+                    max_examples=80,
                     stateful_step_count=40,
                     deadline=None,
                     database=None,

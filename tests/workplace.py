@@ -234,7 +234,7 @@ class Workplace:
         assert self.ask("SELECT id FROM jobs WHERE attempts > max_attempts") == []
         assert set((self.ledger() + self.ledger("deferred_ledger")).values()) <= {1}
         fresh = self.add("nap")
-        self.wait_for_state(fresh, "succeeded")
+        wait_for(lambda: self.ledger()[fresh] == 1)
 
 
 @contextlib.contextmanager

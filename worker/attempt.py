@@ -152,11 +152,7 @@ class Attempt:
                 row = self.held.job
                 logs.emit(
                     events.HANDLER_FAILED_AFTER_COMMIT,
-                    job_id=row.id,
-                    kind=row.kind,
-                    queue=row.queue,
-                    attempt=row.attempt,
-                    fence=row.fence,
+                    **row.log_fields(),
                     exception=error,
                 )
             return Committed()

@@ -43,6 +43,8 @@ def run(settings: Settings, *, burst: bool = False, migrate: bool = False) -> in
     """The daemon until it has stopped. Returns the exit status (0, 1, 69, 75, 78); does not return when it has to end itself with a
     thread still alive."""
     started_at = local_seconds()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: os._exit(0))  # nothing is held yet; as process 1 it would not even hear it
     logs.configure(level=settings.log_level, format=settings.log_format, worker=settings.name, version=VERSION)
     sys.setswitchinterval(_SWITCH_SECONDS)
     notifier = Notifier()
@@ -179,14 +181,17 @@ def _signals(worker: Worker, notifier: Notifier) -> Iterator[None]:
             loop.call_soon_threadsafe(worker.request_stop, "signal", local_seconds())
 
     worker.rights.call(lambda: worker.rights.loop.add_reader(ours, received))
-    before = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
     previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(previous)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in STOP_SIGNALS:
+            # To the end: one more signal must not change the exit status (the interpreter, as it ends, gives a signal with a
+            # handler its default back).
+            signal.signal(number, signal.SIG_IGN)
         ours.close()
         theirs.close()
 
@@ -197,11 +202,7 @@ def _give_up(worker: Worker) -> None:
         job = attempt.held.job
         logs.emit(
             events.JOB_ABANDONED,
-            job_id=job.id,
-            kind=job.kind,
-            queue=job.queue,
-            attempt=job.attempt,
-            fence=job.fence,
+            **job.log_fields(),
             reason="deaf_handler",
         )
     _end_now(75)

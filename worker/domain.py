@@ -44,6 +44,10 @@ class ClaimedJob(NamedTuple):
     available_at: int
     """Microseconds since 2000-01-01 UTC, as PostgreSQL sends it: exact, and no date is out of range."""
 
+    def log_fields(self) -> dict[str, object]:
+        """What every event about this job carries."""
+        return {"job_id": self.id, "kind": self.kind, "queue": self.queue, "attempt": self.attempt, "fence": self.fence}
+
 
 class Lease(NamedTuple):
     """How long a claim or a renewal is believed (SPEC of time: R <= T/3, 2R + min(Q, R/2) <= T - M, M >= T/20)."""

@@ -12,42 +12,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import secrets
-import socket
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Self
 
-import orjson
-
-from worker import committer, events, keeper, listener, logs, reaper
+from worker import events, logs
+from worker.assembly import Parts, assemble
 from worker.builtin import builtin_handlers
 from worker.claimer import Claimer
 from worker.clock import local_seconds
-from worker.committer import Committer
-from worker.domain import Backoff, Lease
+from worker.drain import Drain, close_quietly
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.handlers import Handlers, Lifespan
 from worker.health import HealthFile
-from worker.holding import Holdings
-from worker.job import Surroundings
-from worker.keeper import Keeper
-from worker.listener import Listener
 from worker.patience import Patience
 from worker.pool import Pool
-from worker.reaper import Reaper
-from worker.retention import Retention
 from worker.rights import RightsThread
 from worker.settings import Settings, load_settings
-from worker.store import claiming, leasing, schema, waiting
-from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Connection, Database, Lane, SessionLimits
-from worker.store.connection import Pool as Connections
-from worker.version import VERSION
-from worker.watch import Watch
+from worker.store import schema, waiting
+from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, SessionLimits
 
 _NOT_NOW: tuple[type[BaseException], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
-_EXIT_RESERVE_SECONDS = 0.5
 _BURST_LOOK_SECONDS = 0.2
 
 
@@ -92,8 +78,6 @@ class Worker:
         self._stopping_since = 0.0
 
         of = self.settings
-        self._lease = Lease(of.lease_seconds, of.lease_margin_seconds)
-        self._renewal_seconds = min(of.query_timeout_seconds, of.renew_seconds / 2)
         self._limits = SessionLimits.of(lease_seconds=of.lease_seconds, query_timeout_seconds=of.query_timeout_seconds)
         self._database = self._database_of(of.database_url.get_secret_value() if of.database_url else None, "DATABASE_URL")
         self._listen_database = self._database
@@ -210,7 +194,7 @@ class Worker:
                         lanes = waiting.LANES if self._listen_database is self._database else waiting.LANES - 1
                         await waiting.verify_room(connection, self._database, pool_size=self.settings.pool_size, lanes=lanes)
                 finally:
-                    await _close(connection)
+                    await close_quietly(connection)
                 return
             except _NOT_NOW as error:
                 if isinstance(error, ConnectFailed) and error.refused:
@@ -231,154 +215,45 @@ class Worker:
         return resources
 
     async def _work(self, resources: dict[Lifespan, object], health: HealthFile | None) -> None:
-        """Build the loops, run them until a stop is requested, drain."""
-        of, database, rights = self.settings, self._database, self.rights
-        statement_seconds = self._limits.statement_timeout_seconds + 0.5
-        holdings = Holdings()
-        connections = database.pool(of.pool_size)
-        claim_lane = Lane(
-            database,
-            claiming.ROLE,
-            statement_timeout_seconds=of.claim_timeout_seconds * 0.8,
-            settings=claiming.CLAIM_SETTINGS,
-        )
-        commit_lane = Lane(database, committer.ROLE, settings=committer.COMMIT_SETTINGS)
-        lease_lane = Lane(
-            database,
-            keeper.ROLE,
-            statement_timeout_seconds=self._renewal_seconds * 0.8,
-            settings=keeper.LEASE_SETTINGS,
-        )
-        reap_lane = Lane(database, reaper.ROLE, settings=reaper.REAP_SETTINGS)
-        listen_lane = Lane(self._listen_database, listener.ROLE, idle_seconds=None, max_age_seconds=math.inf)
-
-        the_keeper = Keeper(
-            database,
-            lease_lane,
-            presence=leasing.Presence(self.id, of.name, socket.gethostname(), os.getpid(), VERSION, list(of.queues), of.workers),
-            lease=self._lease,
-            holdings=holdings,
-            renew_seconds=of.renew_seconds,
-            statement_seconds=self._renewal_seconds,
-            busy=lambda: pool.busy(),
-            hungry=lambda: the_claimer.is_hungry,
-            health=lambda: orjson.dumps(
-                {
-                    "held": len(holdings),
-                    "unwritten": the_committer.waiting,
-                    "loop_lag_seconds": watch.lag_seconds,
-                    "kinds": sorted(self.handlers.kinds),
-                }
-            ).decode(),
-        )
-
-        def on_trouble() -> None:
-            rights.call(the_keeper.poke)
-
-        the_committer = Committer(
-            database,
-            commit_lane,
-            owner=self.id,
-            holdings=holdings,
-            backoff=Backoff(of.backoff_base_seconds, of.backoff_max_seconds),
-            batch=of.commit_batch,
-            deletes=of.retention_seconds == 0,
-            group_seconds=self._renewal_seconds,
-            statement_seconds=statement_seconds,
-            work_loop=asyncio.get_running_loop(),
-            rights_loop=rights.loop,
-            on_failed=(lambda job, error, will_retry: pool.failed(job, error, will_retry)) if self.handlers.failure_hooks else None,
-            on_trouble=on_trouble,
-        )
-        pool = Pool(
-            workers=of.workers,
+        """Run the loops until a stop is requested, then drain."""
+        rights = self.rights
+        parts = assemble(
+            self.settings,
+            process_id=self.id,
             handlers=self.handlers,
             resources=resources,
-            surroundings=Surroundings(
-                database=database,
-                pool=connections,
-                owner=self.id,
-                deletes=of.retention_seconds == 0,
-                query_timeout_seconds=of.query_timeout_seconds,
-                may_start=lambda: not self.is_stopping,
-            ),
-            committer=the_committer,
-            job_timeout_seconds=of.job_timeout_seconds,
-            deaf_seconds=of.lease_margin_seconds,
+            database=self._database,
+            listen_database=self._listen_database,
+            rights=rights,
+            health=health,
+            is_stopping=self._stop.is_set,
+            on_beat=self._on_beat,
+            on_alive=self._on_alive,
         )
-        the_claimer = pool.claimer = Claimer(
-            database,
-            claim_lane,
-            owner=self.id,
-            queues=of.queues,
-            lease=self._lease,
-            holdings=holdings,
-            slots=pool,
-            batch=of.claim_batch,
-            claim_timeout_seconds=of.claim_timeout_seconds,
-            poll_seconds=of.poll_seconds,
-            on_trouble=on_trouble,
-        )
-        the_reaper = Reaper(
-            database,
-            reap_lane,
-            reap_seconds=of.reap_seconds,
-            statement_seconds=statement_seconds,
-            retention=Retention(
-                database,
-                retention_seconds=of.retention_seconds,
-                dead_retention_seconds=of.dead_retention_seconds,
-                ledger_retention_seconds=of.ledger_retention_seconds,
-                statement_seconds=statement_seconds,
-            ),
-            on_ready=lambda: the_claimer.wake(notified=True),
-        )
-        the_listener = Listener(
-            listen_lane,
-            schema=of.schema_name,
-            owner=self.id,
-            queues=frozenset(of.queues),
-            answer_seconds=of.query_timeout_seconds,
-            delivers=not self._listen_database.pooler,
-            on_jobs=lambda: the_claimer.wake(notified=True),
-            on_cancel=on_trouble,
-        )
-        watch = Watch(
-            process_id=self.id,
-            version=VERSION,
-            pool=pool,
-            claimer=the_claimer,
-            keeper=the_keeper,
-            claim_allowed_seconds=of.poll_seconds * 1.2 + of.claim_timeout_seconds * 3 + of.connect_timeout_seconds + 1,
-            health_file=health,
-            beat=self._on_beat,
-            alive=self._on_alive,
-            stopping=lambda: self.is_stopping,
-        )
-        self.pool, self.holdings, self.committer = pool, holdings, the_committer
-
-        rights.spawn("keeper", lambda: self._guard("keeper", the_keeper.run()))
-        rights.spawn("committer", lambda: self._guard("committer", the_committer.run()))
-        rights.spawn("watch", lambda: self._guard("watch", watch.run()))
+        self.pool = parts.pool
+        rights.spawn("keeper", lambda: self._guard("keeper", parts.keeper.run()))
+        rights.spawn("committer", lambda: self._guard("committer", parts.committer.run()))
+        rights.spawn("watch", lambda: self._guard("watch", parts.watch.run()))
         try:
             async with asyncio.TaskGroup() as group:
-                claiming_task = group.create_task(self._guard("claimer", the_claimer.run()), name="claimer")
+                claiming_task = group.create_task(self._guard("claimer", parts.claimer.run()), name="claimer")
                 working = [
-                    group.create_task(self._guard("worker", pool.work()), name=f"worker {number}") for number in range(of.workers)
+                    group.create_task(self._guard("worker", parts.pool.work()), name=f"worker {number}")
+                    for number in range(self.settings.workers)
                 ]
                 helpers = [
-                    group.create_task(self._guard("reaper", the_reaper.run()), name="reaper"),
-                    group.create_task(self._guard("listener", the_listener.run()), name="listener"),
-                    group.create_task(self._tell_ready(the_claimer), name="ready"),
+                    group.create_task(self._guard("reaper", parts.reaper.run()), name="reaper"),
+                    group.create_task(self._guard("listener", parts.listener.run()), name="listener"),
+                    group.create_task(self._tell_ready(parts.claimer), name="ready"),
                 ]
                 if self._burst:
-                    helpers.append(group.create_task(self._guard("burst", self._end_of_burst(connections, pool)), name="burst"))
+                    helpers.append(group.create_task(self._guard("burst", self._end_of_burst(parts)), name="burst"))
                 await self._stop.wait()
-                await self._drain(pool, the_claimer, claiming_task, working)
+                await self._drain(parts, claiming_task, working)
                 for helper in helpers:
                     helper.cancel()
         finally:
-            await self._leave([claim_lane, reap_lane, listen_lane], [commit_lane, lease_lane], connections, pool)
+            await parts.close(rights)
 
     async def _guard(self, name: str, loop: Coroutine[object, object, None]) -> None:
         """A bug in a loop becomes a request to stop with status 1: the orderly stop still releases and commits."""
@@ -402,14 +277,14 @@ class Worker:
             logs.emit(events.DAEMON_READY, kinds=sorted(self.handlers.kinds))
             self._ready.set()
 
-    async def _end_of_burst(self, connections: Connections, pool: Pool) -> None:
+    async def _end_of_burst(self, parts: Parts) -> None:
         """Request a stop once nothing that this process could do is running or ready, retries of the future included."""
         while True:
             await asyncio.sleep(_BURST_LOOK_SECONDS)
-            if pool.busy() or len(self.holdings) or not self.is_ready:
+            if parts.pool.busy() or len(parts.holdings) or not self.is_ready:
                 continue
             try:
-                async with connections.acquire(timeout_seconds=self.settings.query_timeout_seconds) as connection:
+                async with parts.connections.acquire(timeout_seconds=self.settings.query_timeout_seconds) as connection:
                     if not await waiting.work_is_left(
                         connection, self._database, queues=self.settings.queues, kinds=list(self.handlers.kinds)
                     ):
@@ -418,130 +293,25 @@ class Worker:
             except DATABASE_ERRORS:
                 continue
 
-    # --- the end
-
-    async def _drain(
-        self,
-        pool: Pool,
-        the_claimer: Claimer,
-        claiming_task: asyncio.Task[None],
-        working: list[asyncio.Task[None]],
-    ) -> None:
-        """No new work; return what has not started; the grace for what runs, with renewals going on; then cancel it. After the
-        grace one budget (M + 2Q) for all the rest."""
+    async def _drain(self, parts: Parts, claiming_task: asyncio.Task[None], working: list[asyncio.Task[None]]) -> None:
         of = self.settings
         logs.emit(
             events.SHUTDOWN_STARTED,
             reason=self._stop_reason,
-            running=len(pool.running()),
+            running=len(parts.pool.running()),
             grace_seconds=of.shutdown_grace_seconds,
         )
-        the_claimer.stop()
-        pool.stop_starting()
-        ended = asyncio.ensure_future(asyncio.wait(working))
-        hurried = asyncio.create_task(self._hurry.wait(), name="hurry")
-        # From the request on: a loop that was blocked meanwhile has used up its grace.
-        grace_until = self._stopping_since + of.shutdown_grace_seconds
-        await asyncio.wait({ended, hurried}, timeout=_left(grace_until), return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        deadline = min(local_seconds(), grace_until) + self.budget_seconds - _EXIT_RESERVE_SECONDS
-        if not ended.done():
-            pool.cancel_running()
-            await asyncio.wait({ended}, timeout=min(self.settings.lease_margin_seconds + of.query_timeout_seconds, _left(deadline)))
-        await asyncio.wait({claiming_task}, timeout=_left(deadline))
-        await self._finish_writing(pool, deadline)
-        self.has_deaf = any(not attempt.is_over for attempt in pool.running())
-        for attempt in pool.running():
-            self.status = self.status or 75
-            job = attempt.held.job
-            logs.emit(
-                events.JOB_ABANDONED,
-                job_id=job.id,
-                kind=job.kind,
-                queue=job.queue,
-                attempt=job.attempt,
-                fence=job.fence,
-                duration_ms=round((local_seconds() - attempt.held.started_at) * 1000, 3),
-                reason="deaf_handler",
-            )
-        await self._release_the_rest(deadline)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_left(deadline)):
-                await pool.hooks_ended()
-        for task in (*working, claiming_task):
-            task.cancel()
-        ended.cancel()
-
-    async def _finish_writing(self, pool: Pool, deadline: float) -> None:
-        try:
-            await self.rights.run(self.committer.drained(), timeout_seconds=_left(deadline))
-        except TimeoutError:
-            pass
-        for one in self.committer.leftovers():
-            self.status = self.status or 75
-            job = one.held.job
-            logs.emit(
-                events.COMPLETION_DEFERRED,
-                job_id=job.id,
-                kind=job.kind,
-                queue=job.queue,
-                attempt=job.attempt,
-                fence=job.fence,
-                error="not written before the end; left to lease expiry",
-                waiting=self.committer.waiting,
-            )
-        if self.committer.unwritten:
-            self.status = self.status or 75
-
-    async def _release_the_rest(self, deadline: float) -> None:
-        """One statement for whatever is still ours without anybody holding it: a claim whose answer was lost, for example."""
-        try:
-            async with asyncio.timeout(_left(deadline)):
-                connection = await self._database.connect("release")
-                try:
-                    released = await claiming.recover(connection, self._database, owner=self.id, held=self.holdings.keys())
-                    if not self.holdings.keys():
-                        await leasing.remove_presence(connection, self._database, process_id=self.id)
-                finally:
-                    await _close(connection)
-        except DATABASE_ERRORS as error:
-            if self.holdings.keys():
-                self.status = self.status or 75
-            logs.emit(events.CLAIM_FAILED, error=error, error_type=type(error).__name__)
-            return
-        for job in released:
-            logs.emit(
-                events.JOB_RELEASED,
-                job_id=job.id,
-                kind=job.kind,
-                queue=job.queue,
-                attempt=job.attempt,
-                fence=job.fence,
-                reason="claim_lost",
-            )
-
-    async def _leave(self, here: list[Lane], there: list[Lane], connections: Connections, pool: Pool) -> None:
-        """Close what was opened, each within its limit; the keeper ends last."""
-        pool.close()
-        for lane in here:
-            await lane.close(0.2)
-        await connections.close(0.2)
-
-        async def close_there() -> None:
-            await self.rights.cancel_all()
-            for lane in there:
-                await lane.close(0.2)
-
-        with contextlib.suppress(TimeoutError):
-            await self.rights.run(close_there(), timeout_seconds=2.0)
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - local_seconds(), 0.01)
-
-
-async def _close(connection: Connection) -> None:
-    try:
-        await connection.close(timeout=1.0)
-    except DATABASE_ERRORS:
-        connection.terminate()
+        drain = Drain(
+            parts,
+            self.rights,
+            self._database,
+            process_id=self.id,
+            since=self._stopping_since,
+            grace_seconds=of.shutdown_grace_seconds,
+            stopping_seconds=of.lease_margin_seconds + of.query_timeout_seconds,
+            budget_seconds=self.budget_seconds,
+            hurry=self._hurry,
+        )
+        await drain.run(claiming_task, working)
+        self.status = self.status or drain.status
+        self.has_deaf = drain.has_deaf

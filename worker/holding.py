@@ -75,6 +75,9 @@ class Holdings:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, held: Held) -> bool:
+        return self._held.get(held.job[:2]) is held
+
     def __iter__(self) -> Iterator[Held]:
         return iter(list(self._held.values()))
 

@@ -57,10 +57,6 @@ class LostClaims:
         for job in released:
             logs.emit(
                 events.JOB_RELEASED,
-                job_id=job.id,
-                kind=job.kind,
-                queue=job.queue,
-                attempt=job.attempt,
-                fence=job.fence,
+                **job.log_fields(),
                 reason="claim_lost",
             )

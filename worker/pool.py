@@ -92,11 +92,7 @@ class Pool:
             job = held.job
             logs.emit(
                 events.JOB_CLAIMED,
-                job_id=job.id,
-                kind=job.kind,
-                queue=job.queue,
-                attempt=job.attempt,
-                fence=job.fence,
+                **job.log_fields(),
             )
             if job.crashes > 0:
                 self._suspects += 1

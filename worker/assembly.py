@@ -1,0 +1,226 @@
+"""What a process consists of: connections, holdings and loops, put together from the settings. Nothing runs yet."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from worker import committer, keeper, listener, reaper
+from worker.claimer import Claimer
+from worker.committer import Committer
+from worker.domain import Backoff, Lease
+from worker.handlers import Handlers, Lifespan
+from worker.health import HealthFile
+from worker.holding import Holdings
+from worker.job import Surroundings
+from worker.keeper import Keeper
+from worker.listener import Listener
+from worker.pool import Pool
+from worker.reaper import Reaper
+from worker.retention import Retention
+from worker.rights import RightsThread
+from worker.settings import Settings
+from worker.store import claiming, leasing
+from worker.store.connection import Database, Lane
+from worker.store.connection import Pool as Connections
+from worker.version import VERSION
+from worker.watch import Watch
+
+_CLOSE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one process."""
+
+    connections: Connections
+    holdings: Holdings
+    pool: Pool
+    claimer: Claimer
+    reaper: Reaper
+    listener: Listener
+    keeper: Keeper
+    committer: Committer
+    watch: Watch
+    lanes_here: tuple[Lane, ...]
+    """Used in the loop of the handlers."""
+    lanes_there: tuple[Lane, ...]
+    """Used in the rights thread."""
+
+    async def close(self, rights: RightsThread) -> None:
+        """Close what was opened, each within its limit; the keeper ends last."""
+        self.pool.close()
+        for lane in self.lanes_here:
+            await lane.close(_CLOSE_SECONDS)
+        await self.connections.close(_CLOSE_SECONDS)
+
+        async def close_there() -> None:
+            await rights.cancel_all()
+            for lane in self.lanes_there:
+                await lane.close(_CLOSE_SECONDS)
+
+        try:
+            await rights.run(close_there(), timeout_seconds=2.0)
+        except TimeoutError:
+            pass  # the thread is a daemon thread, its connections end with the process
+
+
+def assemble(
+    of: Settings,
+    *,
+    process_id: str,
+    handlers: Handlers,
+    resources: Mapping[Lifespan, object],
+    database: Database,
+    listen_database: Database,
+    rights: RightsThread,
+    health: HealthFile | None,
+    is_stopping: Callable[[], bool],
+    on_beat: Callable[[], None],
+    on_alive: Callable[[], None],
+) -> Parts:
+    """Make the parts. Call it in the loop of the handlers."""
+    lease = Lease(of.lease_seconds, of.lease_margin_seconds)
+    # A renewal is worth waiting for as long as another one still fits into the trust.
+    renewal_seconds = min(of.query_timeout_seconds, of.renew_seconds / 2)
+    statement_seconds = database.limits.statement_timeout_seconds + 0.5
+    holdings = Holdings()
+    connections = database.pool(of.pool_size)
+    claim_lane = Lane(
+        database,
+        claiming.ROLE,
+        statement_timeout_seconds=of.claim_timeout_seconds * 0.8,
+        settings=claiming.CLAIM_SETTINGS,
+    )
+    commit_lane = Lane(database, committer.ROLE, settings=committer.COMMIT_SETTINGS)
+    lease_lane = Lane(
+        database,
+        keeper.ROLE,
+        statement_timeout_seconds=renewal_seconds * 0.8,
+        settings=keeper.LEASE_SETTINGS,
+    )
+    reap_lane = Lane(database, reaper.ROLE, settings=reaper.REAP_SETTINGS)
+    listen_lane = Lane(listen_database, listener.ROLE, idle_seconds=None, max_age_seconds=math.inf)
+
+    the_keeper = Keeper(
+        database,
+        lease_lane,
+        presence=leasing.Presence(process_id, of.name, socket.gethostname(), os.getpid(), VERSION, list(of.queues), of.workers),
+        lease=lease,
+        holdings=holdings,
+        renew_seconds=of.renew_seconds,
+        statement_seconds=renewal_seconds,
+        busy=lambda: pool.busy(),
+        hungry=lambda: the_claimer.is_hungry,
+        health=lambda: orjson.dumps(
+            {
+                "held": len(holdings),
+                "unwritten": the_committer.waiting,
+                "loop_lag_seconds": watch.lag_seconds,
+                "kinds": sorted(handlers.kinds),
+            }
+        ).decode(),
+    )
+
+    def on_trouble() -> None:
+        rights.call(the_keeper.poke)
+
+    the_committer = Committer(
+        database,
+        commit_lane,
+        owner=process_id,
+        holdings=holdings,
+        backoff=Backoff(of.backoff_base_seconds, of.backoff_max_seconds),
+        batch=of.commit_batch,
+        deletes=of.retention_seconds == 0,
+        group_seconds=renewal_seconds,
+        statement_seconds=statement_seconds,
+        work_loop=asyncio.get_running_loop(),
+        rights_loop=rights.loop,
+        on_failed=(lambda job, error, will_retry: pool.failed(job, error, will_retry)) if handlers.failure_hooks else None,
+        on_trouble=on_trouble,
+    )
+    pool = Pool(
+        workers=of.workers,
+        handlers=handlers,
+        resources=resources,
+        surroundings=Surroundings(
+            database=database,
+            pool=connections,
+            owner=process_id,
+            deletes=of.retention_seconds == 0,
+            query_timeout_seconds=of.query_timeout_seconds,
+            may_start=lambda: not is_stopping(),
+        ),
+        committer=the_committer,
+        job_timeout_seconds=of.job_timeout_seconds,
+        deaf_seconds=of.lease_margin_seconds,
+    )
+    the_claimer = pool.claimer = Claimer(
+        database,
+        claim_lane,
+        owner=process_id,
+        queues=of.queues,
+        lease=lease,
+        holdings=holdings,
+        slots=pool,
+        batch=of.claim_batch,
+        claim_timeout_seconds=of.claim_timeout_seconds,
+        poll_seconds=of.poll_seconds,
+        on_trouble=on_trouble,
+    )
+    the_reaper = Reaper(
+        database,
+        reap_lane,
+        reap_seconds=of.reap_seconds,
+        statement_seconds=statement_seconds,
+        retention=Retention(
+            database,
+            retention_seconds=of.retention_seconds,
+            dead_retention_seconds=of.dead_retention_seconds,
+            ledger_retention_seconds=of.ledger_retention_seconds,
+            statement_seconds=statement_seconds,
+        ),
+        on_ready=lambda: the_claimer.wake(notified=True),
+    )
+    the_listener = Listener(
+        listen_lane,
+        schema=of.schema_name,
+        owner=process_id,
+        queues=frozenset(of.queues),
+        answer_seconds=of.query_timeout_seconds,
+        delivers=not listen_database.pooler,
+        on_jobs=lambda: the_claimer.wake(notified=True),
+        on_cancel=on_trouble,
+    )
+    watch = Watch(
+        process_id=process_id,
+        version=VERSION,
+        pool=pool,
+        claimer=the_claimer,
+        keeper=the_keeper,
+        claim_allowed_seconds=of.poll_seconds * 1.2 + of.claim_timeout_seconds * 3 + of.connect_timeout_seconds + 1,
+        health_file=health,
+        beat=on_beat,
+        alive=on_alive,
+        stopping=is_stopping,
+    )
+    return Parts(
+        connections=connections,
+        holdings=holdings,
+        pool=pool,
+        claimer=the_claimer,
+        reaper=the_reaper,
+        listener=the_listener,
+        keeper=the_keeper,
+        committer=the_committer,
+        watch=watch,
+        lanes_here=(claim_lane, reap_lane, listen_lane),
+        lanes_there=(commit_lane, lease_lane),
+    )
