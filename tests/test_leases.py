@@ -45,8 +45,9 @@ def test_the_time_limits_of_every_session_stay_below_the_lease(workplace: Workpl
     }
 
 
-@SHAPES
-@pytest.mark.parametrize("kind", ["block", "spin"])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("block", {}), ("spin", {}), ("block", TEXTBOOK)], ids=["block", "spin", "block-textbook"]
+)
 def test_a_handler_that_blocks_the_loop_costs_no_lease(workplace: Workplace, shape: dict[str, str], kind: str) -> None:
     """C1: three lease lengths long, and a second daemon stands by for whatever expires."""
     daemon = workplace.daemon(**shape, WORKERS="6")
@@ -121,6 +122,31 @@ def test_a_zombie_inside_its_own_transaction_can_write_nothing(workplace: Workpl
     workplace.healthy()
 
 
+@SHAPES
+@pytest.mark.parametrize("kind", ["gated", "own", "fail"])
+def test_a_worker_that_has_not_noticed_its_loss_can_write_nothing(workplace: Workplace, shape: dict[str, str], kind: str) -> None:
+    """Guarantee 2: its trust has long to run, and its handler ends first. The fence alone refuses it; the row stays as it is."""
+    first = workplace.daemon(**shape, WORKERS="1", WORKER_LEASE_SECONDS="30")
+    id = workplace.add(kind, {"gate": "gate-{attempt}"}, key="contested")
+    workplace.wait_for_notes("start")
+    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 second'")
+    second = workplace.daemon(**shape)
+    workplace.wait_for_notes("start", count=2)
+    taken = workplace.job(id)
+    workplace.open_gate("gate-1")
+    first.wait_for_event("job_abandoned", job_id=id, reason="lease_lost")
+    row = workplace.job(id)
+    assert (row.state, row.fence, row.lease_owner, row.attempts) == ("running", taken.fence, taken.lease_owner, 2)
+    assert workplace.ledger() == {}
+    assert [failure.outcome for failure in workplace.failures(id)] == ["lease_lost"]
+    workplace.open_gate("gate-2")
+    if kind == "fail":
+        second.wait_for_event("job_failed", job_id=id, attempt=2)
+    else:
+        workplace.wait_for_state(id, "succeeded")
+        assert workplace.ask("SELECT job_id, fence FROM ledger") == [(id, taken.fence)]
+
+
 def test_a_transaction_left_open_by_a_frozen_worker_ends_before_its_job_is_lost(workplace: Workplace) -> None:
     """The row lock would keep the reaper away for ever; the server ends the session."""
     zombie = workplace.daemon()
@@ -178,7 +204,7 @@ def test_a_late_failure_counts_until_the_reaper_has_moved_the_row(workplace: Wor
 def test_a_healthy_job_longer_than_every_limit_is_never_rescued(workplace: Workplace, shape: dict[str, str]) -> None:
     """C8: with a second daemon that would."""
     daemons = [workplace.daemon(**shape, WORKER_LEASE_SECONDS="1") for _ in range(2)]
-    id = workplace.add("nap", {"seconds": 5})
+    id = workplace.add("nap", {"seconds": 3.5})
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 1
     assert [event for daemon in daemons for event in daemon.find("lease_expired")] == []

@@ -68,7 +68,7 @@ def test_a_job_that_kills_its_process_ends_dead_and_takes_no_neighbours_with_it(
 
 def test_a_suspect_runs_as_the_only_one_of_its_sort(workplace: Workplace) -> None:
     """Guarantee 8: several poisonous jobs, one process: none is claimed together with another."""
-    poisons = [workplace.add("exit", key=f"poison-{number}", max_attempts=2) for number in range(3)]
+    poisons = [workplace.add("exit", {"seconds": 0.3}, key=f"poison-{number}", max_attempts=2) for number in range(3)]
     with Supervisor(workplace) as supervisor:
         for id in poisons:
             workplace.wait_for_state(id, "dead", timeout_seconds=40)

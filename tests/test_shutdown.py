@@ -223,7 +223,7 @@ def test_a_stop_starts_no_new_work_after_a_claim_that_committed_meanwhile(workpl
 def test_a_signal_at_any_moment_leaves_no_job_claimed_without_a_runner(workplace: Workplace, shape: dict[str, str]) -> None:
     """E7: the rows are looked at right after the exit. Short jobs, and long ones that have to be released."""
     rounds = random.Random(7)
-    for _ in range(16):
+    for _ in range(12):
         daemon = workplace.daemon(**shape, WORKER_SHUTDOWN_GRACE_SECONDS="0.1")
         ids = [workplace.add("nap", {"seconds": seconds}) for seconds in (0, 0.02, 30)]
         time.sleep(rounds.uniform(0, 0.06))

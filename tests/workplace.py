@@ -83,7 +83,16 @@ class Workplace:
         return psycopg.connect(self.url, autocommit=True, row_factory=namedtuple_row, options=options)
 
     def reconnect(self) -> None:
-        """After the server was gone."""
+        """Wait until the server has gone, and come back to it."""
+
+        def gone() -> bool:
+            try:
+                self.db.execute("SELECT 1")
+            except psycopg.OperationalError:
+                return True
+            return False
+
+        wait_for(gone)
 
         def connected() -> bool:
             with contextlib.suppress(psycopg.OperationalError):

@@ -69,6 +69,8 @@ class Writer:
         self._patience = Patience(events.COMPLETION_DEFERRED, first_seconds=0.05, longest_seconds=2.0)
         self._wait_cut_short = False
         self._listening_to: Connection | None = None
+        self._uncommitted_pid: int | None = None
+        """The server process of a transaction whose COMMIT has not been sent."""
         self.caution = Caution(batch)
         self.largest = batch
         """How many outcomes may share a transaction for now."""
@@ -82,6 +84,7 @@ class Writer:
             return
         alone = len(members) == 1
         culprit: list[Finished] = []  # whose statement was running
+        self._uncommitted_pid = None
         try:
             async with asyncio.timeout(self._statement_seconds if alone else self._group_seconds) as limit:
                 if completes(members[0].outcome):
@@ -126,6 +129,7 @@ class Writer:
         ]
         has_effects = any(one.effects for one in members)
         if has_effects:
+            self._uncommitted_pid = None if self._database.pooler else connection.get_server_pid()
             await connection.execute("BEGIN")
             self._extend(limit)
         answer = await settling.complete(connection, self._database, completions, owner=self._owner, deletes=self._deletes)
@@ -138,6 +142,7 @@ class Writer:
             if not connection.is_in_transaction():
                 raise ConnectionError("an effect has ended the transaction that took the fence")
             culprit[:] = to_apply if len(members) == 1 else []  # a deferred constraint speaks at COMMIT
+            self._uncommitted_pid = None
             await connection.execute("COMMIT" if present else "ROLLBACK")
             self._extend(limit)
             culprit.clear()
@@ -257,7 +262,7 @@ class Writer:
             return
         try:
             async with asyncio.timeout(self._statement_seconds):
-                await connection.execute("ROLLBACK")
+                await effects.roll_back(connection)
         except DATABASE_ERRORS:
             self._lane.drop()
 
@@ -307,6 +312,7 @@ class Writer:
 
     async def _unanswered(self, members: Sequence[Finished], error: BaseException) -> None:
         """Nobody knows whether this was committed: it is looked up under the row lock before anything else is tried."""
+        pid, self._uncommitted_pid = self._uncommitted_pid, None
         self._on_trouble()
         for one in members:
             one.uncertain = True
@@ -315,6 +321,8 @@ class Writer:
             return
         try:
             async with asyncio.timeout(self._statement_seconds * 2):
+                if pid is not None:
+                    await settling.end_session(connection, pid=pid)
                 await self._rule(connection, members, error)
         except DATABASE_ERRORS as trouble:
             self._lane.drop()

@@ -45,8 +45,14 @@ def _arguments_of_the_user() -> Iterator[None]:
 
 
 async def reset_session_after_commit(connection: Connection) -> None:
-    """Undo what `set_config` may have left. RESET inside the transaction takes effect with its COMMIT."""
-    await connection.execute("RESET ALL")
+    """Undo what the effects may have left: settings (RESET inside the transaction takes effect with its COMMIT), temporary
+    tables, advisory locks of the session."""
+    await connection.execute("RESET ALL; DISCARD TEMP; SELECT pg_advisory_unlock_all()")
+
+
+async def roll_back(connection: Connection) -> None:
+    """Undo the transaction, and what a rollback leaves: advisory locks of the session."""
+    await connection.execute("ROLLBACK; SELECT pg_advisory_unlock_all()")
 
 
 def where(effect: Effect) -> str:
