@@ -681,8 +681,8 @@ FLOORS = (
     "clock domain domain_json effect_sql errors events holding masking new_job setting_rules settings version",
     "log_capture log_lines log_sink logs patience store",
     "attempt builtin handlers job owntransaction",
-    "claimer committer committing health keeper listener lost_claims places pool reaper retention rights watch",
-    "cluster daemon embedded server_process server_programs systemd testing",
+    "claimer committer committing health keeper listener lost_claims places pool reaper retention rights watch writer",
+    "assembly bench cluster daemon drain embedded server_process server_programs systemd testing",
     "__main__ cli",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

@@ -128,7 +128,6 @@ class Claimer:
         """Look now: a slot has become free, or (`notified`) jobs have appeared, perhaps behind the cursors."""
         if notified:
             self._notified = True
-            self._polls = 0
         self._wake.set()
 
     async def run(self) -> None:
@@ -136,14 +135,14 @@ class Claimer:
         while not self._stopping:
             self._wake.clear()
             wish = self._wish()
-            if wish == 0:
+            if wish == 0 and not self._is_hungry_for_nothing():
                 self._wanting_since = None
                 self.passed_at = local_seconds()
                 await self._wait(SATED_SECONDS)
                 continue
             try:
                 async with asyncio.timeout(self._claim_timeout_seconds * 2 + self._database.connect_timeout_seconds):
-                    wait_seconds = await self._round(wish)
+                    wait_seconds = await self._round(wish) if wish > 0 else await self._calm_down()
             except DATABASE_ERRORS as error:
                 self._connection = None
                 self._lane.drop()
@@ -211,7 +210,7 @@ class Claimer:
         if taken > 0:
             self._wanting_since = None
             self._polls = 0
-            if taken >= wish and self._hungry and now - self._hungry_since >= HUNGRY_FLIP_SECONDS:
+            if taken >= wish and self._is_hungry_for_nothing():
                 await self._say_hungry(connection, False)
         if self._places.any_due():
             return 0
@@ -313,6 +312,14 @@ class Claimer:
         self._polls += 1
         due_at = self._places.next_due_at(with_suspects=not self._slots.suspect_runs())
         return min(seconds, max(due_at - now, 0.001))
+
+    def _is_hungry_for_nothing(self) -> bool:
+        """Whether the flag still asks for notifications although every slot is taken: each INSERT would pay for it."""
+        return self._hungry and local_seconds() - self._hungry_since >= HUNGRY_FLIP_SECONDS
+
+    async def _calm_down(self) -> float:
+        await self._say_hungry(await self._ready_connection(), False)
+        return 0
 
     async def _say_hungry(self, connection: Connection, hungry: bool) -> None:
         async with self._limit():

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from worker.cli import demo, enqueue, jobs, printing, process, stats
+from worker.cli import bench, demo, enqueue, jobs, printing, process, stats
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.masking import safe_text
 from worker.server_programs import ClusterError
@@ -104,6 +104,7 @@ app.command("check")(process.check)
 app.command("health")(process.health)
 app.add_typer(jobs.app, name="jobs")
 app.command("stats")(stats.stats)
+app.command("bench")(bench.bench)
 
 
 def main() -> None:

@@ -1,0 +1,150 @@
+"""`worker bench`: figures about this version on this database, made with real daemons in schemas that are removed again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json as json_text
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from worker.cli.printing import print_error, print_json, print_line, print_rows, safe
+from worker.cli.reaching import DataDir, Embedded, Json, database_of, reach
+from worker.settings import Settings
+from worker.store.connection import Database
+
+if TYPE_CHECKING:
+    from worker.bench.results import Book
+    from worker.bench.running import Bench, Plan
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HEAD = ("scenario", "case", "median", "min", "max", "unit")
+_COST_HEAD = ("what a job used", "worker µs", "server µs", "WAL B", "dead", "stmts")
+_RATIO_HEAD = ("scenario", "ratio", "median", "min", "max")
+_MOST_TASKS = 10_000
+
+
+def bench(
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="NAMES", help="Scenarios, with commas between them.", show_default="all")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=100, max=10_000_000, help="Jobs a run; the snapshot takes ten times as many.")
+    ] = 20_000,
+    rows: Annotated[
+        int, typer.Option("--rows", min=100, max=100_000_000, help="Finished rows of the history; half as many wait.")
+    ] = 1_000_000,
+    runs: Annotated[int, typer.Option("--runs", min=1, max=1_000, help="Runs of each case, interleaved; the median counts.")] = 3,
+    tasks: Annotated[
+        str, typer.Option("--tasks", metavar="NUMBERS", help="Worker tasks a daemon: drain takes each, the rest the first.")
+    ] = "10,50",
+    json: Json = False,
+    embedded: Embedded = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Measure this version on this database: drain, latency, enqueue, history, snapshot, processes.
+
+    In schemas of its own (worker_bench_…), removed at the end. It takes the machine and the server for some minutes: not for a
+    server that others need meanwhile.
+    """
+    from worker.bench.running import Plan
+
+    plan = Plan(jobs=jobs, rows=rows, runs=runs, tasks=_tasks(tasks), scenarios=_scenarios(only))
+    with (
+        reach(embedded, data_dir) as settings,
+        tempfile.TemporaryDirectory(prefix="reliable-worker-bench-") as directory,
+        _progress() as say,
+    ):
+        made, document, failures = _run(settings, plan, Path(directory), say)
+    if json:
+        print_json(document)
+    else:
+        _print_tables(made.book, document)
+    for failure in failures:
+        print_error(failure)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _run(settings: Settings, plan: Plan, directory: Path, say: Callable[[str], None]) -> tuple[Bench, dict[str, object], list[str]]:
+    import uvloop
+
+    from worker.bench import suite
+
+    def in_schema(name: str) -> Database:
+        return database_of(settings.model_copy(update={"schema_name": name}))
+
+    async def interruptible() -> tuple[Bench, dict[str, object], list[str]]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            # Once: what follows is cleaning up, under time limits of its own.
+            for number in STOP_SIGNALS:
+                loop.add_signal_handler(number, lambda: None)
+            task.cancel()
+
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, stop)
+        return await suite.run(settings, plan, directory=directory, database_of=in_schema, say=say)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(interruptible())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+def _scenarios(only: str | None) -> tuple[str, ...]:
+    from worker.bench.suite import SCENARIOS
+
+    if only is None:
+        return tuple(SCENARIOS)
+    names = [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in SCENARIOS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(SCENARIOS)}", param_hint="--only")
+    return tuple(dict.fromkeys(names))
+
+
+def _tasks(text: str) -> tuple[int, ...]:
+    numbers = [int(part) if part.strip().isascii() and part.strip().isdigit() else 0 for part in text.split(",")]
+    if not all(1 <= number <= _MOST_TASKS for number in numbers):
+        raise typer.BadParameter(f"must be numbers from 1 to {_MOST_TASKS}, as in 10,50", param_hint="--tasks")
+    return tuple(dict.fromkeys(numbers))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """One line that says what is being measured, for a person at a terminal; standard output stays as it is."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+
+    def say(text: str) -> None:
+        print(f"\r\x1b[K{safe(text)} …", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield say
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _print_tables(book: Book, document: dict[str, object]) -> None:
+    print_rows(_HEAD, book.figure_rows(), nothing="nothing was measured", folded=("case",))
+    print_rows(_COST_HEAD, book.cost_rows(), nothing="", folded=("what a job used",))
+    print_rows(_RATIO_HEAD, book.ratio_rows(), nothing="", folded=("ratio",))
+    for name in ("machine", "database", "libraries", "daemon_settings", "plan", "not_measured"):
+        value = document[name]
+        if value:
+            print_line(f"{name}: {json_text.dumps(value, ensure_ascii=False)}")
+    print_line(f"time: {document['timing']}")
+    print_line(
+        "a job: medians; CPU of the worker's process and of the whole server (in ticks of the kernel), WAL, dead rows, statements"
+    )

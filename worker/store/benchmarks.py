@@ -1,0 +1,321 @@
+"""What `worker bench` does in the schemas of its own: fill them, watch a run, count what came of it.
+
+Statements that run while something is measured carry a comment by which pg_stat_statements can leave them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import asyncpg
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database
+
+_SETTINGS = (
+    "fsync",
+    "synchronous_commit",
+    "full_page_writes",
+    "wal_level",
+    "synchronous_standby_names",
+    "commit_delay",
+    "wal_compression",
+    "wal_buffers",
+    "max_wal_size",
+    "checkpoint_timeout",
+    "shared_buffers",
+    "data_checksums",
+    "autovacuum",
+    "autovacuum_naptime",
+    "track_commit_timestamp",
+    "default_toast_compression",
+    "max_connections",
+    "shared_preload_libraries",
+)
+
+
+class Session(NamedTuple):
+    """The server as this role sees it."""
+
+    version: str
+    backend: int
+    user: str
+    database: str
+    started_at: str
+    """By its clock, ISO 8601 UTC."""
+    settings: dict[str, str]
+
+
+SESSION = """
+SELECT current_setting('server_version'), pg_backend_pid(), current_user::text, current_database()::text,
+    to_char(now() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')
+"""
+SETTINGS = "SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY ($1)"
+
+
+async def describe(connection: Connection) -> Session:
+    """What a reader has to know of the server. What this role may not see is left out of the settings."""
+    values = dict(await connection.fetch(SETTINGS, list(_SETTINGS)))
+    settings = {name: values[name] for name in _SETTINGS if name in values}
+    version, backend, user, database, started_at = await connection.fetchrow(SESSION)
+    return Session(version, backend, user, database, started_at, settings)
+
+
+async def remove(connection: Connection, database: Database) -> None:
+    """Drop the schema with everything in it."""
+    await connection.execute(database.sql("DROP SCHEMA IF EXISTS {schema} CASCADE"))
+
+
+# --- jobs to measure with
+
+EMPTY = "TRUNCATE {schema}.jobs, {schema}.processed_messages, {schema}.job_effects, {schema}.job_failures"
+
+
+async def empty(connection: Connection, database: Database) -> None:
+    await connection.execute(database.sql(EMPTY))
+
+
+FILL = """
+INSERT INTO {schema}.jobs (idempotency_key, kind, payload, available_at)
+SELECT $1 || g, $2, jsonb_build_object('n', g, 'text', $3::text), to_timestamp($4::float8)
+FROM generate_series(1, $5::int) AS g
+"""
+LAST_ID = "SELECT COALESCE(max(id), 0) FROM {schema}.jobs"
+
+
+class Jobs(NamedTuple):
+    """Jobs with neighbouring ids, both ends included."""
+
+    first_id: int
+    last_id: int
+
+    @property
+    def number(self) -> int:
+        return self.last_id - self.first_id + 1
+
+
+async def fill(
+    connection: Connection, database: Database, count: int, *, keys: str, kind: str, text: str, due_at_seconds: float
+) -> Jobs:
+    """`count` jobs with keys that begin with `keys`, due together at a moment of the database's clock (seconds since 1970)."""
+    await connection.execute(database.sql(FILL), keys, kind, text, due_at_seconds, count)
+    last_id: int = await connection.fetchval(database.sql(LAST_ID))
+    # Nobody else inserts here, so the ids follow each other.
+    return Jobs(last_id - count + 1, last_id)
+
+
+FILL_FINISHED = """
+INSERT INTO {schema}.jobs (idempotency_key, kind, payload, state, attempts, fence, started_at, completed_at)
+SELECT 'finished-' || g, $1, jsonb_build_object('n', g, 'text', $2::text), 'succeeded', 1, nextval('{schema}.fence_seq'),
+    now(), now()
+FROM generate_series(1, $3::int) AS g
+"""
+
+
+async def fill_finished(connection: Connection, database: Database, count: int, *, kind: str, text: str) -> None:
+    """History: jobs that have succeeded."""
+    await connection.execute(database.sql(FILL_FINISHED), kind, text, count)
+
+
+async def vacuum(connection: Connection, database: Database) -> None:
+    """What autovacuum would do in a while, so that each run starts alike."""
+    await connection.execute(database.sql("VACUUM (ANALYZE) {schema}.jobs"))
+
+
+async def moment_in(connection: Connection, seconds: float) -> float:
+    """The database's clock that far ahead, in seconds since 1970."""
+    moment: float = await connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8 + $1::float8", seconds)
+    return moment
+
+
+# --- watching
+
+# jobs_pkey. A row that is gone (a retention of 0) has ended.
+HAS_ENDED = "SELECT state FROM {schema}.jobs WHERE id = $1 /* worker bench */"
+
+HAVE_ENDED = """
+SELECT NOT EXISTS (SELECT FROM {schema}.jobs WHERE id BETWEEN $1 AND $2 AND state IN ('ready', 'running')),
+    extract(epoch FROM clock_timestamp())::float8 /* worker bench */
+"""
+
+
+async def has_ended(connection: Connection, database: Database, id: int) -> bool:
+    return await connection.fetchval(database.sql(HAS_ENDED), id) not in ("ready", "running")
+
+
+async def ended_at(connection: Connection, database: Database, jobs: Jobs) -> float | None:
+    """The database's clock (seconds since 1970) if all of these have ended, else None."""
+    ended, seconds = await connection.fetchrow(database.sql(HAVE_ENDED), *jobs)
+    return seconds if ended else None
+
+
+IDLE = "SELECT count(*) FROM {schema}.processes WHERE hungry AND pid = ANY ($1::int[])"
+RUNNING = "SELECT count(*) FROM {schema}.jobs WHERE state = 'running'"
+
+
+async def count_idle(connection: Connection, database: Database, pids: Sequence[int]) -> int:
+    """How many of these processes have looked, found nothing, and wait to be woken."""
+    return int(await connection.fetchval(database.sql(IDLE), list(pids)))
+
+
+async def count_running(connection: Connection, database: Database) -> int:
+    return int(await connection.fetchval(database.sql(RUNNING)))
+
+
+# --- what came of it
+
+TALLY = """
+SELECT extract(epoch FROM min(started_at))::float8, count(*) FILTER (WHERE state = 'succeeded'),
+    count(*) FILTER (WHERE attempts > 1),
+    count(*) FILTER (WHERE EXISTS (
+        SELECT FROM {schema}.processed_messages AS m WHERE m.idempotency_key = j.idempotency_key))
+FROM {schema}.jobs AS j
+WHERE id BETWEEN $1 AND $2
+"""
+
+
+class Tally(NamedTuple):
+    first_claim_at: float
+    succeeded: int
+    retried: int
+    effects: int
+
+
+async def tally(connection: Connection, database: Database, jobs: Jobs) -> Tally:
+    return Tally(*await connection.fetchrow(database.sql(TALLY), *jobs))
+
+
+PARTS = """
+WITH ordered AS (
+    SELECT completed_at, row_number() OVER (ORDER BY completed_at, id) AS place
+    FROM {schema}.jobs
+    WHERE id BETWEEN $1 AND $2
+)
+SELECT extract(epoch FROM completed_at)::float8 FROM ordered WHERE place = ANY ($3::bigint[]) ORDER BY place
+"""
+
+
+async def completed_at(connection: Connection, database: Database, jobs: Jobs, places: Sequence[int]) -> list[float]:
+    """When the first, second, … job to complete did so (the beginning of its transaction), for these places, counted from 1."""
+    return [row[0] for row in await connection.fetch(database.sql(PARTS), *jobs, list(places))]
+
+
+RESULTS = "SELECT id, result::text::float8 FROM {schema}.jobs WHERE state = 'succeeded' AND id = ANY ($1::bigint[])"
+
+
+async def results(connection: Connection, database: Database, ids: Sequence[int]) -> dict[int, float]:
+    """The numbers that these jobs returned, as far as they have."""
+    return {row[0]: row[1] for row in await connection.fetch(database.sql(RESULTS), list(ids))}
+
+
+# --- what it cost
+
+WAL = "SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint /* worker bench */"
+
+
+async def wal_bytes(connection: Connection) -> int:
+    """The position of the server's write-ahead log."""
+    return int(await connection.fetchval(WAL))
+
+
+VERSIONS = "SELECT sum(n_tup_upd + n_tup_del)::bigint, sum(n_tup_hot_upd)::bigint FROM pg_stat_all_tables WHERE schemaname = $1"
+
+
+class RowVersions(NamedTuple):
+    dead: int
+    hot: int
+
+
+async def row_versions(connection: Connection, database: Database) -> RowVersions:
+    """Row versions of the schema's tables that updates and deletions have left behind so far, as the statistics know by now."""
+    return RowVersions(*await connection.fetchrow(VERSIONS, database.schema))
+
+
+STATEMENTS_VIEW = """
+SELECT format('%I.pg_stat_statements', n.nspname)
+FROM pg_extension AS e JOIN pg_namespace AS n ON n.oid = e.extnamespace
+WHERE e.extname = 'pg_stat_statements'
+"""
+STATEMENTS = """
+SELECT COALESCE(sum(calls) FILTER (WHERE query NOT LIKE ALL ({effects})), 0)::bigint,
+    COALESCE(sum(calls) FILTER (WHERE query LIKE ANY ({effects})), 0)::bigint
+FROM {view}
+WHERE userid = current_user::regrole AND dbid = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND query NOT LIKE '%worker bench%' AND query NOT LIKE '%pg_stat_statements%'
+""".replace("{effects}", "ARRAY['%processed_messages%', '%yardstick_effects%']")
+
+
+class Statements(NamedTuple):
+    ours: int
+    effects: int
+
+
+async def statements_view(connection: Connection) -> str | None:
+    """The view of pg_stat_statements, quoted, if it is installed here and may be read."""
+    view: str | None = await connection.fetchval(STATEMENTS_VIEW)
+    if view is not None:
+        try:
+            await count_statements(connection, view)
+        except asyncpg.PostgresError:  # installed but not preloaded, or no right to see it
+            return None
+    return view
+
+
+async def count_statements(connection: Connection, view: str) -> Statements:
+    """Statements of this role in this database so far."""
+    return Statements(*await connection.fetchrow(STATEMENTS.replace("{view}", view)))
+
+
+# --- an old snapshot
+
+
+@contextlib.asynccontextmanager
+async def old_snapshot(database: Database) -> AsyncIterator[None]:
+    """A REPEATABLE READ transaction that has read once and stays open for the block."""
+    connection = await database.connect("bench snapshot", settings={"idle_in_transaction_session_timeout": "0"})
+    try:
+        await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        await connection.fetchval(database.sql(LAST_ID))
+        yield
+    finally:
+        connection.terminate()
+
+
+# --- enqueueing
+
+INSERT_ONE = "INSERT INTO {schema}.jobs (idempotency_key, kind, payload) VALUES ($1, $2, $3)"
+TRIGGER = "ALTER TABLE {schema}.jobs {verb} TRIGGER jobs_wake"
+COPY_OF_JOBS = "CREATE TABLE {schema}.jobs_copy (LIKE {schema}.jobs INCLUDING ALL)"
+COPIED = ("idempotency_key", "kind", "queue", "payload")
+
+
+async def insert_one(connection: Connection, database: Database, *, key: str, kind: str, payload: str) -> None:
+    """The plainest way in: one row, one commit. `payload` is JSON text."""
+    await connection.execute(database.sql(INSERT_ONE), key, kind, payload)
+
+
+async def enable_trigger(connection: Connection, database: Database) -> None:
+    await connection.execute(database.sql(TRIGGER).replace("{verb}", "ENABLE"))
+
+
+async def disable_trigger(connection: Connection, database: Database) -> None:
+    await connection.execute(database.sql(TRIGGER).replace("{verb}", "DISABLE"))
+
+
+async def make_copy_table(connection: Connection, database: Database) -> None:
+    """A table like `jobs`, with the same defaults, indexes and CHECKs, and no trigger."""
+    await connection.execute(database.sql(COPY_OF_JOBS))
+
+
+async def copy_rows(connection: Connection, database: Database, lines: bytes) -> None:
+    """COPY text lines (columns of COPIED) into the copy of the table."""
+    await connection.copy_to_table(
+        "jobs_copy", schema_name=database.schema, columns=COPIED, source=io.BytesIO(lines), format="text"
+    )
+
+
+async def empty_copy(connection: Connection, database: Database) -> None:
+    await connection.execute(database.sql("TRUNCATE {schema}.jobs_copy"))
