@@ -731,7 +731,7 @@ def test_nothing_that_it_does_not_have_yet_is_there_already() -> None:
     missing = README.partition("## What it does not have yet")[2].partition("## ")[0]
     assert "leases" in missing
     commands = {path[0] for path, _ in walk(typer.main.get_command(cli))}
-    assert not commands & {"lease", "generator", "serve", "bench", "torture"}
+    assert not commands & {"lease", "generator", "serve", "torture"}
     assert not hasattr(worker, "Leases")
 
 
