@@ -23,6 +23,12 @@ def finished(*effects: Effect, id: int | None = None, fence: int | None = None) 
     return Finished(Held(job, 0.0), Succeeded(result=None, effects=effects), 1.0)
 
 
+def grouped(finished: list[Finished], caution: Caution, largest: int) -> list[list[Finished]]:
+    """All transactions, in the order in which they are written."""
+    clean, careful = group(finished, caution, largest)
+    return clean + careful
+
+
 def sizes(groups: list[list[Finished]]) -> list[int]:
     return sorted(len(members) for members in groups)
 
@@ -32,28 +38,28 @@ def sizes(groups: list[list[Finished]]) -> list[int]:
 
 def test_jobs_without_and_with_one_effect_share_a_transaction() -> None:
     jobs = [finished(), finished(effect("INSERT a")), finished(effect("INSERT b"))]
-    assert group(jobs, Caution(300), 300) == [jobs]
+    assert grouped(jobs, Caution(300), 300) == [jobs]
 
 
 def test_no_group_is_larger_than_the_batch() -> None:
-    assert sizes(group([finished() for _ in range(7)], Caution(3), 3)) == [1, 3, 3]
+    assert sizes(grouped([finished() for _ in range(7)], Caution(3), 3)) == [1, 3, 3]
 
 
 def test_a_batch_of_one_gives_every_job_its_own_transaction() -> None:
-    assert sizes(group([finished(effect("INSERT a")) for _ in range(5)], Caution(1), 1)) == [1] * 5
+    assert sizes(grouped([finished(effect("INSERT a")) for _ in range(5)], Caution(1), 1)) == [1] * 5
 
 
 def test_a_job_that_reads_or_sets_something_shares_with_nobody() -> None:
     plain = [finished(effect("INSERT a")) for _ in range(3)]
     reading = finished(effect("INSERT a"), effect("SELECT 1", alone=True))
-    groups = group([plain[0], reading, *plain[1:]], Caution(300), 300)
+    groups = grouped([plain[0], reading, *plain[1:]], Caution(300), 300)
     assert [reading] in groups
     assert plain in groups
 
 
 def test_jobs_with_several_effects_are_bounded_by_their_statements() -> None:
     jobs = [finished(*[effect("INSERT a")] * 100) for _ in range(7)]
-    groups = group(jobs, Caution(300), 300)
+    groups = grouped(jobs, Caution(300), 300)
     assert sizes(groups) == [1, 3, 3]
     assert all(sum(len(one.effects) for one in members) <= STATEMENTS_A_GROUP for members in groups)
 
@@ -61,9 +67,9 @@ def test_jobs_with_several_effects_are_bounded_by_their_statements() -> None:
 def test_a_single_job_with_more_statements_than_a_group_may_have_still_gets_its_turn() -> None:
     job = finished(*[effect("INSERT a")] * (STATEMENTS_A_GROUP + 1))
     small = [finished(), finished()]
-    assert group([job], Caution(300), 300) == [[job]]
-    assert sizes(group([job, *small], Caution(300), 300)) == [1, 2]
-    assert sizes(group([*small, job], Caution(300), 300)) == [1, 2]
+    assert grouped([job], Caution(300), 300) == [[job]]
+    assert sizes(grouped([job, *small], Caution(300), 300)) == [1, 2]
+    assert sizes(grouped([*small, job], Caution(300), 300)) == [1, 2]
 
 
 def test_every_job_is_in_exactly_one_group() -> None:
@@ -71,7 +77,7 @@ def test_every_job_is_in_exactly_one_group() -> None:
     caution.failed(["UPDATE hot"], 300, alone=True)
     kinds = ([], [effect("INSERT a")], [effect("UPDATE hot")], [effect("SELECT 1", alone=True)], [effect("INSERT a")] * 90)
     jobs = [finished(*kinds[number % len(kinds)]) for number in range(500)]
-    groups = group(jobs, caution, 300)
+    groups = grouped(jobs, caution, 300)
     assert sorted(id(one) for members in groups for one in members) == sorted(map(id, jobs))
 
 
@@ -83,7 +89,7 @@ def test_a_text_that_failed_goes_in_smaller_groups_and_its_neighbours_do_not() -
     caution.failed(["UPDATE hot"], 100, alone=False)
     jobs = [finished(effect("UPDATE hot", number)) for number in range(120)]
     others = [finished(effect("INSERT a")) for _ in range(120)]
-    groups = group(jobs + others, caution, 300)
+    groups = grouped(jobs + others, caution, 300)
     assert sizes(groups) == [20, 50, 50, 120]
     assert others in groups
 
@@ -91,7 +97,7 @@ def test_a_text_that_failed_goes_in_smaller_groups_and_its_neighbours_do_not() -
 def test_a_text_that_met_a_lock_or_a_time_out_goes_alone() -> None:
     caution = Caution(300)
     caution.failed(["UPDATE hot"], 100, alone=True)
-    assert sizes(group([finished(effect("UPDATE hot")) for _ in range(4)], caution, 300)) == [1] * 4
+    assert sizes(grouped([finished(effect("UPDATE hot")) for _ in range(4)], caution, 300)) == [1] * 4
 
 
 def test_a_text_that_behaves_doubles_until_it_is_forgotten() -> None:
@@ -112,11 +118,46 @@ def test_a_group_below_the_limit_proves_nothing() -> None:
     assert caution.limit(["UPDATE hot"]) == 150
 
 
+def test_what_failed_lately_is_written_last() -> None:
+    caution = Caution(300)
+    caution.failed(["UPDATE hot"], 100, alone=True)
+    hot, clean, reading = finished(effect("UPDATE hot")), finished(), finished(effect("SELECT 1", alone=True))
+    assert group([hot, clean, reading], caution, 300) == ([[clean], [reading]], [[hot]])
+
+
+def test_a_text_that_ran_into_a_lock_is_left_alone_for_longer_each_time_up_to_a_bound() -> None:
+    caution, now = Caution(300), 100.0
+    assert caution.blocked_until(["UPDATE hot"]) <= now
+    waits = []
+    for _ in range(8):
+        caution.block(["UPDATE hot"], now)
+        waits.append(caution.blocked_until(["INSERT a", "UPDATE hot"]) - now)
+        now += waits[-1]
+    assert waits == sorted(waits)
+    assert waits[0] < waits[1] < 0.5
+    assert waits[-1] == waits[-2] == 2.0
+    assert caution.limit(["UPDATE hot"]) == 1
+    caution.behaved(["UPDATE hot"], 1)
+    assert caution.blocked_until(["UPDATE hot"]) == 0.0
+
+
+def test_only_what_was_never_tried_goes_straight_into_a_group() -> None:
+    one = finished()
+    assert one.is_fresh
+    for tried in ({"tries": 1}, {"waits": 1}, {"uncertain": True}):
+        one = finished()
+        for name, value in tried.items():
+            setattr(one, name, value)
+        assert not one.is_fresh
+
+
 def test_the_memory_of_failed_texts_is_bounded() -> None:
     caution = Caution(300)
     for number in range(5_000):
         caution.failed([f"UPDATE {number}"], 2, alone=True)
+        caution.block([f"UPDATE {number}"], 100.0)
     assert caution.limit(["UPDATE 0"]) == 300
+    assert caution.blocked_until(["UPDATE 0"]) == 0.0
     assert caution.limit(["UPDATE 4999"]) == 1
 
 

@@ -16,7 +16,8 @@ from worker.clock import local_seconds
 from worker.committing import Finished, group, newest_of_each_job
 from worker.domain import Abandoned, AlreadyApplied, Backoff, Committed, Failed, Outcome, Released, Snoozed, Succeeded
 from worker.holding import Held, Holdings
-from worker.writer import FailureListener, Writer
+from worker.last_word import FailureListener, LastWord
+from worker.writer import Writer
 
 if TYPE_CHECKING:
     from worker.job import Job
@@ -60,17 +61,17 @@ class Committer:
         self._room: list[asyncio.Future[None]] = []
         self._holdings = holdings
         self._on_failed = on_failed
+        self._last_word = LastWord(holdings, None if on_failed is None else self._tell_failed)
         self._writer = Writer(
             database,
             lane,
+            self._last_word,
             owner=owner,
-            holdings=holdings,
             backoff=backoff,
             batch=batch,
             deletes=deletes,
             group_seconds=group_seconds,
             statement_seconds=statement_seconds,
-            on_failed=None if on_failed is None else self._tell_failed,
             on_trouble=on_trouble,
             postpone=lambda one, due_at: self._later.append((due_at, one)),
             waiting=lambda: self.waiting,
@@ -92,10 +93,10 @@ class Committer:
 
     async def room(self) -> None:
         """Return at once unless too many outcomes wait to be written."""
-        while len(self._queue) > BACKLOG:
+        while self.is_full:
             waiter = self._work_loop.create_future()
             self._room.append(waiter)
-            if len(self._queue) > BACKLOG:  # looked at again: the other thread may have missed the waiter
+            if self.is_full:  # looked at again: the other thread may have missed the waiter
                 await waiter
 
     # --- the loop
@@ -106,9 +107,14 @@ class Committer:
         return len(self._queue) + len(self._later) + len(self._in_hand)
 
     @property
-    def unwritten(self) -> int:
-        """Outcomes given up for good."""
-        return self._writer.unwritten
+    def is_full(self) -> bool:
+        """Whether so many outcomes wait that no new work should be taken."""
+        return self.waiting > BACKLOG
+
+    def retry_now(self) -> None:
+        """The database is back: whatever waits for it need not wait any longer. Call it in the rights thread's loop."""
+        self._later = [(0.0, one) for _, one in self._later]
+        self._signal.set()
 
     async def drained(self) -> None:
         """Wait until nothing is left to write."""
@@ -142,7 +148,7 @@ class Committer:
         most = max(self._batch, 50)  # a batch of 1 still takes several, and gives each a transaction of its own
         while self._queue and len(batch) < most:
             batch.append(self._queue.popleft())
-        if self._room and len(self._queue) <= BACKLOG:
+        if self._room and not self.is_full:
             self._work_loop.call_soon_threadsafe(self._make_room)
         return batch
 
@@ -164,23 +170,36 @@ class Committer:
         self._signal.clear()
 
     async def _write(self, batch: Sequence[Finished]) -> None:
+        """What may share a transaction first, then what failed lately: whatever that waits for, it holds up nobody else."""
+        again = [one for one in batch if not one.is_fresh]
+        if again:
+            batch = [one for one in batch if one.is_fresh]
+            batch += await self._writer.still_ours(again)
         completions: list[Finished] = []
         settlements: list[Finished] = []
         for one in batch:
             match one.outcome:
                 case Committed():
-                    self._writer.end(one, events.JOB_SUCCEEDED)
+                    self._last_word.end(one, events.JOB_SUCCEEDED)
                 case Abandoned():
-                    self._writer.end(one, events.JOB_ABANDONED, reason=one.outcome.reason)
+                    self._last_word.end(one, events.JOB_ABANDONED, reason=one.outcome.reason)
                 case Succeeded() | AlreadyApplied():
                     completions.append(one)
                 case Failed() | Snoozed() | Released():
                     settlements.append(one)
         newest, stale = newest_of_each_job(completions)
         for one in stale:
-            self._writer.end(one, events.JOB_ABANDONED, reason="lease_lost")
-        for members in group(newest, self._writer.caution, self._writer.largest):
-            await self._writer.write(members)
+            self._last_word.end(one, events.JOB_ABANDONED, reason="lease_lost")
+        groups = group(newest, self._writer.caution, self._writer.largest)
+        careful = groups.careful
+        for members in groups.clean:
+            if self._writer.is_cautious_about(members):  # since a moment ago
+                careful.append(members)
+            else:
+                await self._writer.write(members)
         while settlements:
-            members, settlements = settlements[: self._writer.largest], settlements[self._writer.largest :]
+            largest = self._writer.largest
+            members, settlements = settlements[:largest], settlements[largest:]
             await self._writer.write(members)
+        for members in careful:
+            await self._writer.write_with_care(members)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from worker.domain import AlreadyApplied, Effect, Outcome, Succeeded
 from worker.holding import Held
@@ -13,6 +13,8 @@ from worker.holding import Held
 STATEMENTS_A_GROUP = 300
 """Jobs with several effects run one after the other, a round trip each: bounds how long a group holds its locks."""
 _REMEMBERED_TEXTS = 1_000
+_FIRST_BLOCK_SECONDS = 0.05
+_LONGEST_BLOCK_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -23,9 +25,16 @@ class Finished:
     outcome: Outcome
     duration_ms: float
     tries: int = 0
-    """Failures of its own so far that were neither its fault nor an outage."""
+    """Conflicts that its own effects have run into so far."""
+    waits: int = 0
+    """How often it was put off because its row was locked, or for another's sake."""
     uncertain: bool = False
     """It was sent once, and nobody knows whether it was committed."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Never tried: it may go straight into a group. Anything else is looked up first."""
+        return not (self.tries or self.waits or self.uncertain)
 
     @property
     def effects(self) -> tuple[Effect, ...]:
@@ -33,11 +42,14 @@ class Finished:
 
 
 class Caution:
-    """Statement texts that failed lately and go in small groups until they have behaved."""
+    """Statement texts that failed lately and go in small groups until they have behaved; those that met a lock or a deadlock
+    alone, and only every now and then, so that they hold up nobody else."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
         self._limits: OrderedDict[str, int] = OrderedDict()
+        self._blocked: dict[str, tuple[float, float]] = {}
+        """Text to (not to be tried before, the delay that led there)."""
 
     @property
     def is_active(self) -> bool:
@@ -49,6 +61,10 @@ class Caution:
             return self._largest
         return min((self._limits.get(text, self._largest) for text in texts), default=self._largest)
 
+    def knows(self, texts: Iterable[str]) -> bool:
+        """Whether one of these failed lately."""
+        return bool(self._limits) and any(text in self._limits for text in texts)
+
     def failed(self, texts: Iterable[str], size: int, *, alone: bool) -> None:
         """A group of `size` failed. `alone`: by a deadlock, a lock or a time-out, which company makes worse."""
         for text in texts:
@@ -56,13 +72,27 @@ class Caution:
             self._limits[text] = min(limit, self._largest)
             self._limits.move_to_end(text)
         while len(self._limits) > _REMEMBERED_TEXTS:
-            self._limits.popitem(last=False)
+            forgotten, _ = self._limits.popitem(last=False)
+            self._blocked.pop(forgotten, None)
+
+    def block(self, texts: Iterable[str], now: float) -> None:
+        """A job alone with these effects ran into a lock, a deadlock or a time-out: nobody tries them for a while."""
+        for text in texts:
+            _, delay_seconds = self._blocked.get(text, (0.0, _FIRST_BLOCK_SECONDS / 2))
+            delay_seconds = min(delay_seconds * 2, _LONGEST_BLOCK_SECONDS)
+            self._blocked[text] = (now + delay_seconds, delay_seconds)
+            self._limits[text] = 1
+
+    def blocked_until(self, texts: Iterable[str]) -> float:
+        """The local moment before which these effects are not to be tried."""
+        return max((self._blocked.get(text, (0.0, 0.0))[0] for text in texts), default=0.0)
 
     def behaved(self, texts: Iterable[str], size: int) -> None:
         """A group of `size` was committed: twice as many may go next time."""
         if not self._limits:
             return
         for text in texts:
+            self._blocked.pop(text, None)
             limit = self._limits.get(text)
             if limit is not None and size >= limit:
                 if limit * 2 >= self._largest:
@@ -77,36 +107,45 @@ class _Open:
     statements: int = 0
 
 
-def group(finished: Sequence[Finished], caution: Caution, largest: int) -> list[list[Finished]]:
+class Grouping(NamedTuple):
+    """Completions split into transactions."""
+
+    clean: list[list[Finished]]
+    careful: list[list[Finished]]
+    """With effects that failed lately: to be written last, so that they hold up nobody."""
+
+
+def group(finished: Sequence[Finished], caution: Caution, largest: int) -> Grouping:
     """Split completions into transactions. Together: jobs whose effects only write rows. Alone: a job that reads or sets
     something (SELECT, set_config), since what it sees or leaves would not be what it had seen alone."""
-    groups: list[list[Finished]] = []
+    clean: list[list[Finished]] = []
+    alone: list[list[Finished]] = []
     shared = _Open()
+    filled: list[list[Finished]] = []
     careful: dict[tuple[str, ...], list[Finished]] = {}
     for one in finished:
         effects = one.effects
-        if any(effect.alone for effect in effects):
-            groups.append([one])
-            continue
         texts = tuple(effect.sql for effect in effects)
         limit = caution.limit(texts)
-        if limit < largest:
+        if limit < largest or caution.knows(texts):
             members = careful.setdefault(texts, [])
             members.append(one)
-            if len(members) >= limit:
-                groups.append(careful.pop(texts))
+            if len(members) >= limit or any(effect.alone for effect in effects):
+                filled.append(careful.pop(texts))
+            continue
+        if any(effect.alone for effect in effects):
+            alone.append([one])
             continue
         statements = len(effects) if len(effects) > 1 else 0
         full = len(shared.members) >= largest or shared.statements + statements > STATEMENTS_A_GROUP
         if full and shared.members:
-            groups.append(shared.members)
+            clean.append(shared.members)
             shared = _Open()
         shared.members.append(one)
         shared.statements += statements
-    groups.extend(careful.values())
     if shared.members:
-        groups.append(shared.members)
-    return groups
+        clean.append(shared.members)
+    return Grouping(clean + alone, filled + list(careful.values()))
 
 
 Blame = Literal["job", "company", "database", "nobody"]
@@ -120,7 +159,7 @@ def blame(state: str | None, *, statement_of_job: bool, alone: bool, result_at_f
     """Whose fault the SQLSTATE of a failed transaction is.
 
     job: its own statement or result, raised while it was alone · company: a group's error, or a conflict that another try may
-    not meet · database: it refuses work for now · nobody: an error of our own statements.
+    not meet · database: it refuses work for now · nobody: an error of our own statements, which is never the job's.
     """
     if not alone:
         return "company"

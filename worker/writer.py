@@ -12,25 +12,23 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from worker import events, logs
+from worker import events
 from worker.clock import local_seconds
 from worker.committing import Caution, Finished, blame, completes
-from worker.domain import AlreadyApplied, Backoff, Failed, Released, Snoozed, Succeeded, failure, verdict
-from worker.events import Event
-from worker.holding import Holdings
-from worker.job import Job
+from worker.domain import AlreadyApplied, Backoff, Failed, Succeeded, failure, verdict
+from worker.last_word import LastWord
 from worker.patience import Patience
 from worker.store import effects, settling
 from worker.store.connection import DATABASE_ERRORS, is_unavailable, safe_text, sqlstate
-from worker.store.settling import Completion, Settlement
+from worker.store.leasing import Key
+from worker.store.settling import Completion, Ruling, Settled, Settlement
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database, Lane
 
 _CONFLICT_TRIES = 10
 _LONGEST_CONFLICT_SECONDS = 2.0
-
-FailureListener = Callable[["Job[object]", BaseException, bool], None]
+_LOCK_SECONDS_WITH_CARE = 0.2
 
 
 class Writer:
@@ -40,29 +38,27 @@ class Writer:
         self,
         database: Database,
         lane: Lane,
+        last_word: LastWord,
         *,
         owner: str,
-        holdings: Holdings,
         backoff: Backoff,
         batch: int,
         deletes: bool,
         group_seconds: float,
         statement_seconds: float,
-        on_failed: FailureListener | None,
         on_trouble: Callable[[], None],
         postpone: Callable[[Finished, float], None],
         waiting: Callable[[], int],
     ) -> None:
         self._database = database
         self._lane = lane
+        self._last_word = last_word
         self._owner = owner
-        self._holdings = holdings
         self._backoff = backoff
         self._batch = batch
         self._deletes = deletes
         self._group_seconds = group_seconds
         self._statement_seconds = statement_seconds
-        self._on_failed = on_failed
         self._on_trouble = on_trouble
         self._postpone = postpone
         self._waiting = waiting
@@ -74,30 +70,37 @@ class Writer:
         self.caution = Caution(batch)
         self.largest = batch
         """How many outcomes may share a transaction for now."""
-        self.unwritten = 0
-        """Outcomes given up for good, for the exit status."""
 
-    async def write(self, members: Sequence[Finished]) -> None:
-        """Write these outcomes, whatever it takes: halve a group that fails, look after a lost answer, keep what must wait."""
+    async def write(self, members: Sequence[Finished], *, lock_seconds: float | None = None) -> None:
+        """Write these outcomes, whatever it takes: halve a group that fails, look after a lost answer, postpone what must wait."""
         connection = await self._connection(members)
         if connection is None:
             return
         alone = len(members) == 1
         culprit: list[Finished] = []  # whose statement was running
         self._uncommitted_pid = None
+        settlements: list[Settlement] = []
         try:
             async with asyncio.timeout(self._statement_seconds if alone else self._group_seconds) as limit:
                 if completes(members[0].outcome):
                     # Alone, each of its statements has the time of a statement: a slow job may take the sum of them, a
                     # connection that has gone mute keeps nobody waiting for that long.
-                    await self._complete(connection, members, culprit, limit if alone else None)
+                    completed = await self._complete(connection, members, culprit, limit if alone else None, lock_seconds)
                 else:
-                    await self._settle(connection, members)
+                    settlements = self._settlements(members)
+                    settled = await settling.settle(connection, self._database, settlements, owner=self._owner)
+                cut_short, self._wait_cut_short = self._wait_cut_short, False
+                if cut_short:
+                    raise ConnectionError("the wait for a synchronous standby was cut short")
         except DATABASE_ERRORS as error:
             if connection.is_closed() or isinstance(error, OSError | TimeoutError):
                 self._lane.drop()
                 if isinstance(error, TimeoutError):
                     self.largest = max(len(members) // 2, 1)  # what was too much for the time is not tried again as it was
+                # One of the statements may be what ends the connection: next time they go by themselves.
+                self.caution.failed(_texts(members), len(members), alone=True)
+                for one in culprit:
+                    one.tries += 1
                 await self._unanswered(members, error)
                 return
             await self._roll_back(connection)
@@ -107,7 +110,43 @@ class Writer:
         if len(members) >= self.largest < self._batch:
             self.largest = min(self.largest * 2, self._batch)
         if self.caution.is_active:
-            self.caution.behaved({effect.sql for one in members for effect in one.effects}, len(members))
+            self.caution.behaved(_texts(members), len(members))
+        # From here on it is history: whatever happens, these are not written again.
+        if settlements:
+            missing = await self._tell_settled(connection, members, settlements, settled)
+        else:
+            missing = self._tell_completed(members, completed)
+        if missing:
+            await self._explain(missing, None)
+
+    def is_cautious_about(self, members: Sequence[Finished]) -> bool:
+        """Whether some of their effects failed lately."""
+        return self.caution.is_active and self.caution.knows(_texts(members))
+
+    async def write_with_care(self, members: Sequence[Finished]) -> None:
+        """Write a group whose effects failed lately: not while they are known to be blocked, and without a long wait for locks."""
+        texts = _texts(members)
+        until = self.caution.blocked_until(texts)
+        if until > local_seconds():
+            for one in members:
+                one.waits += 1
+                self._postpone(one, until)
+            return
+        await self.write(members, lock_seconds=_LOCK_SECONDS_WITH_CARE if self.caution.limit(texts) == 1 else None)
+
+    async def still_ours(self, members: Sequence[Finished]) -> list[Finished]:
+        """Look these up before they are tried again. Returns those that are still to be written; ends or postpones the others."""
+        connection = await self._connection(members)
+        if connection is None:
+            return []
+        try:
+            async with asyncio.timeout(self._statement_seconds):
+                rulings = await settling.rule(connection, self._database, [one.held.job for one in members], owner=self._owner)
+        except DATABASE_ERRORS as error:
+            self._lane.drop()
+            self._keep(members, error)
+            return []
+        return [one for one in members if self._judge(one, rulings[one.held.key])]
 
     def _extend(self, limit: asyncio.Timeout | None) -> None:
         """The server has answered: the next statement has its own time."""
@@ -120,7 +159,9 @@ class Writer:
         members: Sequence[Finished],
         culprit: list[Finished],
         limit: asyncio.Timeout | None,
-    ) -> None:
+        lock_seconds: float | None,
+    ) -> dict[Key, bool]:
+        """Fence, ledger, effects, COMMIT. Returns, for those that had their lease, whether their effect was applied before."""
         completions = [
             Completion(one.held.job.id, one.held.job.fence, one.outcome.result, bool(one.outcome.effects))
             if isinstance(one.outcome, Succeeded)
@@ -131,29 +172,32 @@ class Writer:
         if has_effects:
             self._uncommitted_pid = None if self._database.pooler else connection.get_server_pid()
             await connection.execute("BEGIN")
+            if lock_seconds is not None:
+                await settling.wait_briefly_for_locks(connection, seconds=lock_seconds)
             self._extend(limit)
         answer = await settling.complete(connection, self._database, completions, owner=self._owner, deletes=self._deletes)
         self._extend(limit)
-        present = [one for one in members if one.held.key in answer]
         if has_effects:
-            to_apply = [one for one in present if one.effects and not answer[one.held.key]]
-            if present:
-                await self._apply(connection, to_apply, culprit, limit)
+            to_apply = [one for one in members if one.effects and answer.get(one.held.key) is False]
+            await self._apply(connection, to_apply, culprit, limit)
             if not connection.is_in_transaction():
                 raise ConnectionError("an effect has ended the transaction that took the fence")
             culprit[:] = to_apply if len(members) == 1 else []  # a deferred constraint speaks at COMMIT
             self._uncommitted_pid = None
-            await connection.execute("COMMIT" if present else "ROLLBACK")
-            self._extend(limit)
+            await connection.execute("COMMIT")
             culprit.clear()
-        if self._wait_cut_short:
-            self._wait_cut_short = False
-            raise ConnectionError("the wait for a synchronous standby was cut short")
-        for one in present:
-            if answer[one.held.key] or isinstance(one.outcome, AlreadyApplied):
-                self._log(one, events.EFFECT_ALREADY_APPLIED, key=one.held.job.key)
-            self.end(one, events.JOB_SUCCEEDED)
-        await self._explain(connection, [one for one in members if one.held.key not in answer])
+        return answer
+
+    def _tell_completed(self, members: Sequence[Finished], completed: dict[Key, bool]) -> list[Finished]:
+        """Say of each that it is done; returns those that the fence has refused."""
+        for one in members:
+            already_applied = completed.get(one.held.key)
+            if already_applied is None:
+                continue
+            if already_applied or isinstance(one.outcome, AlreadyApplied):
+                self._last_word.log(one, events.EFFECT_ALREADY_APPLIED, key=one.held.job.key)
+            self._last_word.end(one, events.JOB_SUCCEEDED)
+        return [one for one in members if one.held.key not in completed]
 
     async def _apply(
         self,
@@ -187,8 +231,8 @@ class Writer:
             await effects.reset_session_after_commit(connection)
         culprit.clear()
 
-    async def _settle(self, connection: Connection, members: Sequence[Finished]) -> None:
-        settlements = [
+    def _settlements(self, members: Sequence[Finished]) -> list[Settlement]:
+        return [
             Settlement(
                 one.held.job.id,
                 one.held.job.fence,
@@ -196,7 +240,15 @@ class Writer:
             )
             for one in members
         ]
-        answer = await settling.settle(connection, self._database, settlements, owner=self._owner)
+
+    async def _tell_settled(
+        self,
+        connection: Connection,
+        members: Sequence[Finished],
+        settlements: Sequence[Settlement],
+        answer: dict[Key, Settled],
+    ) -> list[Finished]:
+        """Say of each what became of it, and wake who could run what is ready; returns those that the fence has refused."""
         queues: set[str] = set()
         for one, settlement in zip(members, settlements, strict=True):
             settled = answer.get(one.held.key)
@@ -205,31 +257,14 @@ class Writer:
             delay_seconds = settlement.verdict.delay_seconds or 0.0
             if settled.state == "ready" and delay_seconds < 0.01:
                 queues.add(settled.queue)
-            self._say_settled(one, settled.state, delay_seconds)
-        await self._explain(connection, [one for one in members if one.held.key not in answer])
+            self._last_word.settled(one, settled.state, delay_seconds)
         if queues:
-            await settling.wake(connection, self._database, sorted(queues))
-
-    def _say_settled(self, one: Finished, state: str, delay_seconds: float) -> None:
-        match one.outcome:
-            case Failed() as failed:
-                dead = state == "dead"
-                fields: dict[str, object] = {} if dead else {"retry_in_seconds": round(delay_seconds, 3)}
-                self.end(
-                    one,
-                    events.JOB_DEAD if dead else events.JOB_FAILED,
-                    error=failed.error,
-                    error_type=failed.error_type,
-                    exception=failed.detail,
-                    **fields,
-                )
-                job = one.held.job_object
-                if self._on_failed is not None and job is not None and failed.exception is not None:
-                    self._on_failed(job, failed.exception, not dead)
-            case Snoozed():
-                self.end(one, events.JOB_SNOOZED, retry_in_seconds=delay_seconds)
-            case Released() as released:
-                self.end(one, events.JOB_RELEASED, reason=released.reason)
+            try:
+                async with asyncio.timeout(self._statement_seconds):
+                    await settling.wake(connection, self._database, sorted(queues))
+            except DATABASE_ERRORS:
+                self._lane.drop()  # they are found by the next poll
+        return [one for one in members if one.held.key not in answer]
 
     # --- what goes wrong
 
@@ -269,12 +304,18 @@ class Writer:
     async def _failed(self, members: Sequence[Finished], error: BaseException, culprit: list[Finished]) -> None:
         """A transaction that surely was rolled back."""
         state = sqlstate(error)
-        if is_unavailable(error):
-            self._lane.drop()
-            self._on_trouble()
-            self._keep(members, error)
-            return
         one = members[0]
+        texts = _texts(members)
+        if is_unavailable(error):
+            self._on_trouble()
+            if culprit:
+                one.tries += 1  # the database may be in trouble, or this statement may always say so
+            elif texts and len(members) > 1:
+                self.caution.failed(texts, len(members), alone=True)
+            if not culprit or one.tries < _CONFLICT_TRIES:
+                self._lane.drop()
+                self._keep(members, error)
+                return
         has_result = isinstance(one.outcome, Succeeded) and one.outcome.result is not None
         result_at_fault = (
             has_result
@@ -282,28 +323,43 @@ class Writer:
             and ((state or "")[:2] in ("22", "54") or getattr(error, "constraint_name", None) == "jobs_result_size")
         )
         whose = blame(state, statement_of_job=bool(culprit), alone=len(members) == 1, result_at_fault=result_at_fault)
+        conflict = (state or "")[:2] in ("40", "55", "57")
         if len(members) > 1:
-            texts = {effect.sql for member in members for effect in member.effects}
-            self.caution.failed(texts, len(members), alone=(state or "")[:2] in ("40", "55", "57"))
+            self.caution.failed(texts, len(members), alone=conflict)
+            if conflict:
+                # Halving would wait for the same lock again and again. Next time each is looked at by itself.
+                self._put_off(members)
+                return
             middle = len(members) // 2
             await self.write(members[:middle])
             await self.write(members[middle:])
-            return
-        if whose == "database":
-            self._keep(members, error)
-            return
-        one.tries += 1
-        if whose != "job" and (one.tries < _CONFLICT_TRIES or (whose == "company" and not culprit)):
-            # A conflict over our own row goes on for as long as the fence allows; one that an effect runs into is bounded.
-            delay_seconds = min(0.02 * 2.0 ** min(one.tries, 16), _LONGEST_CONFLICT_SECONDS)
-            self._postpone(one, local_seconds() + random.uniform(0.5, 1) * delay_seconds)
-        elif completes(one.outcome):
+        elif whose == "job" or (culprit and one.tries + 1 >= _CONFLICT_TRIES):
             one.outcome = self._as_failure(error, result_at_fault)
-            one.tries = 0
+            one.tries = one.waits = 0
+            if conflict:
+                self.caution.block(texts, local_seconds())
             await self.write([one])
+        elif whose == "database":
+            self._keep(members, error)
+        elif culprit:
+            one.tries += 1
+            self.caution.block(texts, local_seconds())
+            self._put_off(members)
+        elif conflict:
+            self._put_off(members)  # somebody holds our own row: for as long as the fence allows
         else:
-            self._log(one, events.FAILURE_UPDATE_FAILED, error=error, error_type=type(error).__name__)
-            self._give_up(one)
+            # Our own statement was refused, which is nobody's fault and may be mended: a grant, a trigger, a disk.
+            if not completes(one.outcome):
+                self._last_word.log(one, events.FAILURE_UPDATE_FAILED, error=error, error_type=type(error).__name__)
+            self._keep(members, error)
+            one.waits += 1
+
+    def _put_off(self, members: Sequence[Finished]) -> None:
+        """Try these again after a growing, jittered delay; each is looked up first then."""
+        for one in members:
+            delay_seconds = min(0.02 * 2.0 ** min(one.waits, 16), _LONGEST_CONFLICT_SECONDS)
+            one.waits += 1
+            self._postpone(one, local_seconds() + random.uniform(0.5, 1) * delay_seconds)
 
     def _as_failure(self, error: BaseException, result_at_fault: bool) -> Failed:
         """The attempt's failure; without our traceback, which tells the user nothing, and without the row in its detail."""
@@ -316,55 +372,43 @@ class Writer:
         self._on_trouble()
         for one in members:
             one.uncertain = True
-        connection = await self._connection(members)
-        if connection is None:
-            return
-        try:
-            async with asyncio.timeout(self._statement_seconds * 2):
-                if pid is not None:
+        if pid is not None:
+            connection = await self._connection(members)
+            if connection is None:
+                return
+            try:
+                async with asyncio.timeout(self._statement_seconds):
                     await settling.end_session(connection, pid=pid)
-                await self._rule(connection, members, error)
-        except DATABASE_ERRORS as trouble:
-            self._lane.drop()
-            self._keep(members, trouble)
+            except DATABASE_ERRORS:
+                self._lane.drop()  # it ends by its own time-outs
+        await self._explain(members, error)
 
-    async def _explain(self, connection: Connection, missing: Sequence[Finished]) -> None:
-        """The fence has refused these: say why. What was sent before without an answer may simply be done."""
-        if missing:
-            await self._rule(connection, missing, None)
+    async def _explain(self, members: Sequence[Finished], error: BaseException | None) -> None:
+        """Look what became of these: refused by the fence, done in spite of everything, or still to be written."""
+        ours = await self.still_ours(members)
+        for one in ours:
+            if error is not None and one.tries >= _CONFLICT_TRIES and completes(one.outcome):
+                one.outcome = failure(error, message=f"the connection was lost each time: {safe_text(error)}", with_traceback=False)
+                one.tries = 0
+        if ours:
+            self._keep(ours, error or ConnectionError("refused by the fence, which is still ours"))
 
-    async def _rule(self, connection: Connection, members: Sequence[Finished], error: BaseException | None) -> None:
-        rulings = await settling.rule(connection, self._database, [one.held.job for one in members], owner=self._owner)
-        for one in members:
-            ruling = rulings[one.held.key]
-            gone_as_planned = ruling.state is None and self._deletes and one.uncertain
-            if ruling.done or (gone_as_planned and completes(one.outcome)):
-                self.end(one, events.JOB_SUCCEEDED)
-            elif ruling.mine:
-                self._keep([one], error or ConnectionError("refused by the fence, which is still ours"))
-            elif one.uncertain and not completes(one.outcome) and ruling.state in ("ready", "running", "dead"):
-                self._say_settled(one, ruling.state, 0.0)
-            else:
-                reason = "cancelled" if ruling.state == "cancelled" else "lease_lost"
-                self.end(one, events.JOB_ABANDONED, reason=reason)
+    def _judge(self, one: Finished, ruling: Ruling) -> bool:
+        """End or postpone an attempt as its row says; True if it is still to be written."""
+        gone_as_planned = ruling.state is None and self._deletes and one.uncertain
+        if ruling.done or (gone_as_planned and completes(one.outcome)):
+            self._last_word.end(one, events.JOB_SUCCEEDED)
+        elif ruling.undecided:
+            self._put_off([one])
+        elif ruling.mine:
+            return True
+        elif one.uncertain and not completes(one.outcome) and ruling.state in ("ready", "running", "dead"):
+            self._last_word.settled(one, ruling.state, 0.0)
+        else:
+            reason = "cancelled" if ruling.state == "cancelled" else "lease_lost"
+            self._last_word.end(one, events.JOB_ABANDONED, reason=reason)
+        return False
 
-    def _give_up(self, one: Finished) -> None:
-        """Its outcome cannot be written: no longer renewed, it is the reaper's."""
-        self.unwritten += 1
-        self._holdings.remove(one.held)
 
-    # --- the last word
-
-    def end(self, one: Finished, event: Event, **fields: object) -> None:
-        """Settled: the lease is over, and everybody may know."""
-        self._holdings.remove(one.held)
-        self._log(one, event, **fields)
-
-    def _log(self, one: Finished, event: Event, **fields: object) -> None:
-        job = one.held.job
-        logs.emit(
-            event,
-            **job.log_fields(),
-            duration_ms=one.duration_ms,
-            **fields,
-        )
+def _texts(members: Sequence[Finished]) -> set[str]:
+    return {effect.sql for one in members for effect in one.effects}

@@ -172,6 +172,14 @@ async def end_session(connection: Connection, *, pid: int) -> None:
     await connection.execute(END_SESSION, pid)
 
 
+BRIEF_LOCKS = "SELECT set_config('lock_timeout', $1, true)"
+
+
+async def wait_briefly_for_locks(connection: Connection, *, seconds: float) -> None:
+    """In this transaction: what cannot be locked within this time is refused (55P03)."""
+    await connection.execute(BRIEF_LOCKS, f"{int(seconds * 1000)}ms")
+
+
 class Ruling(NamedTuple):
     """What the database says of an attempt whose last word was not acknowledged."""
 
@@ -181,10 +189,13 @@ class Ruling(NamedTuple):
     """Owner and fence are still ours: it has not been settled, write again."""
     done: bool
     """The completion is committed (by this attempt, not by another)."""
+    undecided: bool
+    """The row is locked: by our own commit, which may still be in flight, or by somebody else. Look again."""
 
 
-# jobs_pkey. The row lock makes it wait for a commit that is still in flight. The presence is written so that this transaction
-# has something to commit: its clean end then proves that the commits before it have reached a synchronous standby too.
+# jobs_pkey. Only a row that can be locked is judged: a commit that is still in flight holds its lock. The presence is written so
+# that this transaction has something to commit: its clean end then proves that the commits before it have reached a synchronous
+# standby too.
 RULE = """
 WITH proof AS (
     UPDATE {schema}.processes SET seen_at = now() WHERE id = $3
@@ -192,23 +203,24 @@ WITH proof AS (
     SELECT * FROM unnest($1::bigint[], $2::bigint[], $4::text[]) AS h(id, fence, key)
 ), locked AS MATERIALIZED (
     SELECT j.id, j.fence, j.state, j.lease_owner FROM {schema}.jobs AS j
-    WHERE j.id = ANY ($1) ORDER BY j.id FOR NO KEY UPDATE
+    WHERE j.id = ANY ($1) ORDER BY j.id FOR NO KEY UPDATE SKIP LOCKED
 )
 SELECT held.id, held.fence, locked.state,
     COALESCE(locked.fence = held.fence AND locked.lease_owner IS NOT DISTINCT FROM $3, false) AS mine,
     COALESCE(locked.fence = held.fence AND locked.state = 'succeeded', false)
         OR EXISTS (
             SELECT FROM {schema}.job_effects AS e
-            WHERE e.idempotency_key = held.key AND e.job_id = held.id AND e.fence = held.fence) AS done
+            WHERE e.idempotency_key = held.key AND e.job_id = held.id AND e.fence = held.fence) AS done,
+    locked.id IS NULL AND EXISTS (SELECT FROM {schema}.jobs AS j WHERE j.id = held.id) AS undecided
 FROM held LEFT JOIN locked ON locked.id = held.id
 """
 
 
 async def rule(connection: Connection, database: Database, jobs: Sequence[ClaimedJob], *, owner: str) -> dict[Key, Ruling]:
-    """Look under a row lock how these attempts ended. Raises 55P03 (lock time-out) while a commit is still in flight."""
+    """Look under a row lock how these attempts ended; waits for nobody."""
     ids, fences, keys = [job.id for job in jobs], [job.fence for job in jobs], [job.key for job in jobs]
     rows = await connection.fetch(database.sql(RULE), ids, fences, owner, keys)
-    return {(row[0], row[1]): Ruling(row[2], row[3], row[4]) for row in rows}
+    return {(row[0], row[1]): Ruling(*row[2:]) for row in rows}
 
 
 # --- a handler's own transaction -----------------------------------------------------------------------------------------
