@@ -108,6 +108,50 @@ async def test_a_new_priority_overtakes_a_backlog(database_url: str) -> None:
             assert len(started) < 100, "strictly: as soon as it is seen, and it is seen soon"
 
 
+async def test_no_place_behind_is_asked_while_one_before_has_more(database_url: str) -> None:
+    """Twenty slots are no step of the ladder of limits: one statement takes ten, and so does the next."""
+    handlers, all_in, go = Handlers(), asyncio.Barrier(21), asyncio.Event()
+
+    @handlers.job("note")
+    async def note(job: Job[object]) -> None:
+        if not go.is_set():
+            await all_in.wait()
+            await go.wait()
+
+    async with seen(database_url) as run:
+        await add(run, "low", 100)
+        await add(run, "high", 100, priority=1)
+        async with Worker(handlers, quick(database_url, workers=20)):
+            await all_in.wait()
+            assert await run.column("SELECT DISTINCT priority FROM jobs WHERE state = 'running'") == [1]
+            go.set()
+
+
+async def test_a_stream_of_notifications_does_not_hide_a_new_priority(database_url: str) -> None:
+    """Every round is told of a job that it finds behind its cursor; the table is surveyed all the same."""
+    handlers, started = noting()
+    async with running(database_url, handlers) as run, seen(database_url) as other:
+
+        async def hungry() -> bool:
+            return bool(await run.value("SELECT hungry FROM processes"))
+
+        await await_for(hungry)
+
+        async def stream() -> None:
+            for number in range(100_000):
+                await add(other, f"stream{number}-", later_seconds=number / 1_000)
+
+        streaming = asyncio.create_task(stream())
+        try:
+            await await_for(lambda: len(started) > 200)
+            await add(run, "urgent", priority=9)
+            await await_for(lambda: "urgent1" in started, timeout_seconds=3)
+            assert not streaming.done()
+        finally:
+            streaming.cancel()
+            await asyncio.wait({streaming})
+
+
 async def test_low_priorities_wait_for_as_long_as_higher_ones_come_in(database_url: str) -> None:
     """G7. The documented rule is strict: priority before age, however long the wait."""
     handlers, started = Handlers(), []
@@ -240,8 +284,8 @@ async def test_a_process_holds_no_more_payload_than_its_bound(database_url: str,
 
     @handlers.job("weigh")
     async def weigh(job: Job[object]) -> None:
-        assert run.worker.pool is not None
-        most[0] = max(most[0], run.worker.pool.waiting_bytes())
+        assert run.worker.parts is not None
+        most[0] = max(most[0], run.worker.parts.pool.waiting_bytes())
 
     async with running(database_url, handlers, workers=2) as run:
         await run.connection.execute(
@@ -287,6 +331,24 @@ async def test_whoever_comes_to_stand_before_the_cursor_is_found(database_url: s
             "UPDATE jobs SET state = 'ready', completed_at = NULL, attempts = 0 WHERE idempotency_key = 'job25'"
         )
         await await_for(lambda: started.count("job25") == 2)
+
+
+async def test_the_claimer_moves_its_cursor_on(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers, started = noting()
+    cursors: list[Cursor] = []
+    original = claiming.claim
+
+    async def noted(*arguments: Any, **options: Any) -> list[ClaimedJob]:
+        cursors.append(options["cursor"])
+        return await original(*arguments, **options)
+
+    monkeypatch.setattr("worker.store.claiming.claim", noted)
+    async with seen(database_url) as run:
+        await add(run, "job", 100)
+        async with Worker(handlers, quick(database_url, workers=1, **SHAPES["single"])):
+            await await_for(lambda: len(started) == 100)
+    assert sum(cursor != START for cursor in cursors) > 90
+    assert cursors == sorted(cursors)
 
 
 async def test_a_released_job_keeps_its_place(database_url: str) -> None:
@@ -365,8 +427,9 @@ def claim_text(limit: int) -> str:
     return re.sub(r"\{limit\}", str(limit), claiming.CLAIM)
 
 
-async def test_plans_stay_right_with_much_history_under_an_old_snapshot(database_url: str) -> None:
-    """G1: before and after ANALYZE, each statement finds its rows by the index that was made for it."""
+@pytest.mark.parametrize("analyzed", ["never", "while nothing ran", "as it is"])
+async def test_plans_stay_right_with_much_history_under_an_old_snapshot(database_url: str, analyzed: str) -> None:
+    """Each statement finds its rows by the index that was made for it, whatever the planner believes."""
     async with (
         seen(database_url) as run,
         seen(database_url) as old,
@@ -387,6 +450,8 @@ async def test_plans_stay_right_with_much_history_under_an_old_snapshot(database
             cursor = Cursor(jobs[-1].available_at, jobs[-1].id)
             completions = [Completion(job.id, job.fence, None, False) for job in jobs]
             assert len(await settling.complete(connection, database, completions, owner=OWNER, deletes=False)) == len(jobs)
+        if analyzed == "while nothing ran":
+            await run.connection.execute("ANALYZE jobs")
         await add(run, "held", 300)
         held = await claim(connection, database, 300, cursor=cursor)
         assert len(held) == 300
@@ -440,7 +505,7 @@ async def test_plans_stay_right_with_much_history_under_an_old_snapshot(database
             assert "jobs_exhausted" in used
             assert "sequential scan" not in used
 
-        await look()
-        await run.connection.execute("ANALYZE jobs")
+        if analyzed == "as it is":
+            await run.connection.execute("ANALYZE jobs")
         await look()
         await old.connection.execute("ROLLBACK")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SATED_SECONDS = 1.0
 """While every slot is taken it makes a pass this often all the same: who watches it takes a silent loop for a stuck one."""
+SURPLUS_SECONDS = 1.0
 HUNGRY_AFTER_SECONDS = 0.1
 HUNGRY_FLIP_SECONDS = 1.0
 PAYLOAD_BYTES_A_CLAIM = 16 * 1024 * 1024
@@ -56,6 +57,12 @@ class Slots(Protocol):
 
     def finished(self) -> tuple[int, float]:
         """Attempts that have ended since the start, and the seconds of slots that they took."""
+
+    def is_full(self) -> bool:
+        """Whether finished work cannot be written, so that no more should be taken."""
+
+    def give_back(self, jobs: int) -> None:
+        """Release the last so many of the waiting jobs, unstarted."""
 
     def suspect_runs(self) -> bool:
         """Whether a job that lost a process before is among those held."""
@@ -98,10 +105,13 @@ class Claimer:
         self._connection: Connection | None = None
         self._patience = Patience(events.CLAIM_FAILED)
         self._places = Places(queues)
-        self._notified = False
+        self._survey_was_put_off = True  # the first look is a survey
+        self._notified: set[str] = set()
         self._slot_seconds = math.inf
         self._round_trip_seconds = 0.002
         self._measured = (0, 0.0)
+        self._measured_at = 0.0
+        self._surplus_since: float | None = None
         self._hungry = False
         self._hungry_since = 0.0
         self._wanting_since: float | None = None
@@ -115,6 +125,11 @@ class Claimer:
         """Wake the claimer when no more than this many claimed jobs wait."""
 
     @property
+    def has_lost_claims(self) -> bool:
+        """Whether a claim without an answer may still commit."""
+        return self._lost.outstanding
+
+    @property
     def is_hungry(self) -> bool:
         """Whether an INSERT should send a notification."""
         return self._hungry
@@ -124,25 +139,25 @@ class Claimer:
         self._stopping = True
         self._wake.set()
 
-    def wake(self, *, notified: bool = False) -> None:
-        """Look now: a slot has become free, or (`notified`) jobs have appeared, perhaps behind the cursors."""
-        if notified:
-            self._notified = True
+    def wake(self, *, queue: str | None = None) -> None:
+        """Look now: a slot has become free, or jobs have appeared in a queue ("" for any), perhaps behind the cursors."""
+        if queue is not None:
+            self._notified.add(queue)
         self._wake.set()
 
     async def run(self) -> None:
         """Claim until `stop`. Waits out an absent database; anything else that it raises is a bug."""
         while not self._stopping:
             self._wake.clear()
+            self._give_back_surplus()
             wish = self._wish()
-            if wish == 0 and not self._is_hungry_for_nothing():
+            if wish == 0 and not self._may_calm_down():
                 self._wanting_since = None
                 self.passed_at = local_seconds()
                 await self._wait(SATED_SECONDS)
                 continue
             try:
-                async with asyncio.timeout(self._claim_timeout_seconds * 2 + self._database.connect_timeout_seconds):
-                    wait_seconds = await self._round(wish) if wish > 0 else await self._calm_down()
+                wait_seconds = await self._round(wish) if wish > 0 else await self._calm_down()
             except DATABASE_ERRORS as error:
                 self._connection = None
                 self._lane.drop()
@@ -160,7 +175,7 @@ class Claimer:
 
     def _wish(self) -> int:
         """How many jobs to ask for now; 0 when enough is at hand."""
-        free, waiting = self._slots.free(), self._slots.waiting()
+        free, waiting = 0 if self._slots.is_full() else self._slots.free(), self._slots.waiting()
         ahead = self._ahead()
         wish = min(free + ahead - waiting, self._batch)
         if waiting < free:
@@ -172,22 +187,48 @@ class Claimer:
         return wish if wish >= enough else 0
 
     def _ahead(self) -> int:
-        if self._batch == 1 or self._slots.suspect_runs() or self._slots.waiting_bytes() >= PAYLOAD_BYTES_AHEAD:
+        if (
+            self._batch == 1
+            or self._slots.is_full()
+            or self._slots.suspect_runs()
+            or self._slots.waiting_bytes() >= PAYLOAD_BYTES_AHEAD
+        ):
             return 0
         if self._places.suspect() is not None:
             return 0  # let the inbox run empty, so that a suspect takes nobody with it
         jobs_a_second = self._slots.workers / max(self._slot_seconds, 1e-6)
         return min(int(jobs_a_second * self._round_trip_seconds * 2), 2 * self._batch)
 
-    def _measure(self, sent_at: float) -> None:
-        """How long a job takes a slot and a claim takes to answer, over the last few claims."""
+    def _give_back_surplus(self) -> None:
+        """Jobs that were claimed ahead of quick ones and have waited behind slow ones for a while: others may be free for them."""
+        now = local_seconds()
+        if now - self._measured_at >= SURPLUS_SECONDS / 4:
+            self._measure_slots()
+        surplus = self._slots.waiting() - self._ahead()
+        if surplus <= 0:
+            self._surplus_since = None
+        elif self._surplus_since is None:
+            self._surplus_since = now
+        elif now - self._surplus_since >= SURPLUS_SECONDS:
+            self._surplus_since = None
+            self._slots.give_back(surplus)
+
+    def _measure_slots(self) -> None:
+        """How long a job takes a slot, lately."""
         finished, busy_seconds = self._slots.finished()
-        jobs = finished - self._measured[0]
+        jobs, seconds = finished - self._measured[0], busy_seconds - self._measured[1]
+        self._measured_at = local_seconds()
         if jobs > 0:
-            mean_seconds = (busy_seconds - self._measured[1]) / jobs
-            old_seconds = mean_seconds if math.isinf(self._slot_seconds) else self._slot_seconds
-            self._slot_seconds = old_seconds + 0.3 * (mean_seconds - old_seconds)
+            old_seconds = seconds / jobs if math.isinf(self._slot_seconds) else self._slot_seconds
+            self._slot_seconds = old_seconds + 0.3 * (seconds / jobs - old_seconds)
             self._measured = (finished, busy_seconds)
+        elif self._slots.free() < self._slots.workers:
+            # Nothing has ended since: a job takes at least as long as the slots have been busy with it.
+            self._slot_seconds = max(self._slot_seconds, seconds / self._slots.workers)
+
+    def _measure_claim(self, sent_at: float) -> None:
+        """How long a claim takes to answer, lately."""
+        self._measure_slots()
         self._round_trip_seconds += 0.3 * (local_seconds() - sent_at - self._round_trip_seconds)
 
     # --- one round
@@ -195,22 +236,31 @@ class Claimer:
     async def _round(self, wish: int) -> float:
         """Ask for `wish` jobs, one statement a place until enough came; returns how long to wait before the next round."""
         connection = await self._ready_connection()
-        await self._lost.give_back(connection)
+        async with self._limit():
+            await self._lost.give_back(connection)
         now = local_seconds()
-        notified, self._notified = self._notified, False
-        if now >= self._places.next_survey_at and not notified:
+        notified, self._notified = self._notified, set()
+        survey_is_due = now >= self._places.next_survey_at
+        if survey_is_due and (self._survey_was_put_off or not notified):
+            self._survey_was_put_off = False
             await self._survey(connection)
-        elif notified or not self._places.any_due():
-            self._places.look_behind_the_cursors()
+        else:
+            # What we were told of comes first, but not twice in a row: a stream of notifications would hide all the rest.
+            self._survey_was_put_off = survey_is_due
+            if notified or not self._places.any_due():
+                self._places.look_behind_the_cursors(notified)
         taken = await self._claim_suspect(connection)
+        came_full = False
         for place in self._places.in_turn():
             if taken >= wish or self._stopping:
                 break
             taken += await self._claim_place(connection, place, wish - taken)
+            if came_full := math.isfinite(place.due_at):
+                break  # it may have more, since limits are rounded down, and goes before those behind it
         if taken > 0:
             self._wanting_since = None
             self._polls = 0
-            if taken >= wish and self._is_hungry_for_nothing():
+            if came_full and self._may_calm_down():
                 await self._say_hungry(connection, False)
         if self._places.any_due():
             return 0
@@ -222,7 +272,8 @@ class Claimer:
     async def _ready_connection(self) -> Connection:
         connection = await self._lane.get()
         if connection is not self._connection:
-            await read_moments_as_microseconds(connection)
+            async with self._limit():
+                await read_moments_as_microseconds(connection)
             self._connection = connection
         return connection
 
@@ -253,7 +304,7 @@ class Claimer:
         if jobs:
             place.cursor = Cursor(jobs[-1].available_at, jobs[-1].id)
             self._take(jobs, sent_at)
-            self._measure(sent_at)
+            self._measure_claim(sent_at)
         if len(jobs) < limit:
             # Empty behind the cursor, or the payloads were large; what stands before it is found by the next survey.
             place.due_at = math.inf
@@ -313,8 +364,8 @@ class Claimer:
         due_at = self._places.next_due_at(with_suspects=not self._slots.suspect_runs())
         return min(seconds, max(due_at - now, 0.001))
 
-    def _is_hungry_for_nothing(self) -> bool:
-        """Whether the flag still asks for notifications although every slot is taken: each INSERT would pay for it."""
+    def _may_calm_down(self) -> bool:
+        """Whether the flag may be taken back: each INSERT pays for it."""
         return self._hungry and local_seconds() - self._hungry_since >= HUNGRY_FLIP_SECONDS
 
     async def _calm_down(self) -> float:
@@ -323,10 +374,10 @@ class Claimer:
 
     async def _say_hungry(self, connection: Connection, hungry: bool) -> None:
         async with self._limit():
-            await set_hungry(connection, self._database, process_id=self._owner, hungry=hungry)
-        self._hungry, self._hungry_since = hungry, local_seconds()
+            said = await set_hungry(connection, self._database, process_id=self._owner, hungry=hungry)
+        self._hungry, self._hungry_since = hungry and said, local_seconds()
 
-    async def _wait(self, seconds: float | None) -> None:
+    async def _wait(self, seconds: float) -> None:
         """Until somebody wakes the claimer, or the time is over."""
         if self._stopping:
             return
@@ -342,3 +393,7 @@ class Claimer:
         while not self._stopping and (remaining := until - local_seconds()) > 0:
             self._wake.clear()
             await self._wait(remaining)
+
+    async def give_back_lost(self, connection: Connection) -> None:
+        """Once `run` has ended: return what claims without an answer have taken, as far as these are over (`has_lost_claims`)."""
+        await self._lost.give_back(connection)

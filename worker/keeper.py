@@ -21,7 +21,7 @@ from worker.domain import CancelReason, Lease
 from worker.holding import Held, Holdings, Phase
 from worker.patience import Patience
 from worker.store import leasing
-from worker.store.connection import DATABASE_ERRORS
+from worker.store.connection import DATABASE_ERRORS, sqlstate
 
 if TYPE_CHECKING:
     from worker.store.connection import Database, Lane
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 ROLE = "leases"
 LEASE_SETTINGS = {"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off", "enable_hashjoin": "off"}
-_LOCKED_RETRIES_A_RENEWAL = 4
+PRESENCE_SECONDS = 10.0
+"""The presence is written at least this often, and lives for no more than six times as long, however long the leases are."""
+_RETRIES_A_RENEWAL = 4
 
 
 class Keeper:
@@ -48,10 +50,12 @@ class Keeper:
         busy: Callable[[], int],
         hungry: Callable[[], bool],
         health: Callable[[], str],
+        on_return: Callable[[], None],
     ) -> None:
         self._database = database
         self._lane = lane
         self._presence = presence
+        self._presence_seconds = min(lease.seconds, PRESENCE_SECONDS * 6)
         self._lease = lease
         self._holdings = holdings
         self._renew_seconds = renew_seconds
@@ -59,7 +63,10 @@ class Keeper:
         self._busy = busy
         self._hungry = hungry
         self._health = health
-        self._patience = Patience(events.RENEW_FAILED, first_seconds=renew_seconds / 16, longest_seconds=renew_seconds / 2)
+        self._on_return = on_return
+        self._patience = Patience(
+            events.RENEW_FAILED, first_seconds=min(renew_seconds / 16, 1.0), longest_seconds=min(renew_seconds / 2, 5.0)
+        )
         self._poked = asyncio.Event()
         self._lost_at: float | None = None
         self.answered_at = local_seconds()
@@ -75,44 +82,63 @@ class Keeper:
 
     async def run(self) -> None:
         """Renew until cancelled. Ends last at a shutdown: renewals go on until nothing is held."""
+        renew_at = 0.0
         while True:
+            renews = self._poked.is_set() or local_seconds() >= renew_at
             self._poked.clear()
             started_at = local_seconds()
             try:
-                async with asyncio.timeout(self._statement_seconds + self._database.connect_timeout_seconds):
-                    locked = await self._beat()
+                async with asyncio.timeout(self._statement_seconds * 2 + self._database.connect_timeout_seconds):
+                    again = await self._beat(renews=renews)
             except DATABASE_ERRORS as error:
                 self._lane.drop()
                 self._note_loss(error)
+                renew_at = 0.0
                 pause_seconds = self._patience.delay_seconds(error, held=len(self._holdings))
             else:
                 self._patience.reset()
                 self._note_return()
-                pause_seconds = started_at + self._renew_seconds - local_seconds()
-                if locked:
-                    pause_seconds /= _LOCKED_RETRIES_A_RENEWAL * random.uniform(1, 1.5)
+                if renews:
+                    renew_at = started_at + self._renew_seconds
+                pause_seconds = min(renew_at, started_at + PRESENCE_SECONDS) - local_seconds()
+                if again:
+                    renew_at = 0.0
+                    pause_seconds = min(pause_seconds, self._renew_seconds / _RETRIES_A_RENEWAL) * random.uniform(0.7, 1)
             try:
                 async with asyncio.timeout(max(pause_seconds, 0.01)):
                     await self._poked.wait()
             except TimeoutError:
                 pass
 
-    async def _beat(self) -> bool:
-        """One presence, one renewal of everything held; True if some rows were locked and are still to be renewed."""
-        connection = await self._lane.get()
-        async with asyncio.timeout(self._statement_seconds):
-            await leasing.write_presence(
-                connection,
-                self._database,
-                self._presence,
-                busy=self._busy(),
-                hungry=self._hungry(),
-                health=self._health(),
-                lease_seconds=self._lease.seconds,
-            )
-        held = self._to_renew()
+    async def _beat(self, *, renews: bool) -> bool:
+        """One presence, one renewal of everything held; True if something is still to be written soon.
+
+        The presence comes first, so that it never outlives the leases it stands for: a job is reaped only after its process
+        counts as lost. But somebody who locks it must not keep anything from being renewed.
+        """
+        refused: BaseException | None = None
+        try:
+            connection = await self._lane.get()
+            async with asyncio.timeout(self._statement_seconds / 2):
+                await leasing.write_presence(
+                    connection,
+                    self._database,
+                    self._presence,
+                    busy=self._busy(),
+                    hungry=self._hungry(),
+                    health=self._health(),
+                    lease_seconds=self._presence_seconds,
+                )
+        except DATABASE_ERRORS as error:
+            refused = error
+            if sqlstate(error) is None:
+                self._lane.drop()  # no answer: the next statement needs another connection
+        held = self._to_renew() if renews else {}
         if not held:
+            if refused is not None:
+                raise refused
             return False
+        connection = await self._lane.get()
         sent_at = local_seconds()
         async with asyncio.timeout(self._statement_seconds):
             renewed = await leasing.renew(
@@ -131,10 +157,10 @@ class Keeper:
             elif one.phase not in (Phase.FINISHED, Phase.OWN_TRANSACTION):
                 missing.append(key)
         if not missing:
-            return False
+            return refused is not None
         async with asyncio.timeout(self._statement_seconds):
             standings = await leasing.look(connection, self._database, held=missing, owner=self._presence.id)
-        return self._judge({key: held[key] for key in missing}, standings)
+        return self._judge({key: held[key] for key in missing}, standings) or refused is not None
 
     def _to_renew(self) -> dict[tuple[int, int], Held]:
         """Everything held, but for handlers past their own time-out and jobs whose row their own transaction has locked."""
@@ -174,3 +200,10 @@ class Keeper:
         if self._lost_at is not None:
             logs.emit(events.DATABASE_RESTORED, lost_seconds=round(self.answered_at - self._lost_at, 3))
             self._lost_at = None
+            self._on_return()
+
+    def outlive_leases(self) -> None:
+        """The process ends and leaves leases to expire (call it in the keeper's loop): from now on its presence is longer than they
+        are, so that they are reaped as lost, not as a crash's victims."""
+        self._presence_seconds = self._lease.seconds * 2 + PRESENCE_SECONDS
+        self.poke()

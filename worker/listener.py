@@ -41,7 +41,7 @@ class Listener:
         queues: frozenset[str],
         answer_seconds: float,
         delivers: bool,
-        on_jobs: Callable[[], None],
+        on_jobs: Callable[[str], None],
         on_cancel: Callable[[], None],
     ) -> None:
         self._lane = lane
@@ -94,7 +94,7 @@ class Listener:
         if self._lost_at is not None:
             logs.emit(events.LISTENER_RESTORED, lost_seconds=round(local_seconds() - self._lost_at, 3))
             self._lost_at = None
-        self._on_jobs()
+        self._on_jobs("")
         self._on_cancel()
         while not closed.is_set():
             try:
@@ -107,7 +107,7 @@ class Listener:
 
     def _jobs(self, queue: str) -> None:
         if not queue or queue in self._queues:
-            self._on_jobs()
+            self._on_jobs(queue)
 
     def _cancelled(self, owner: str) -> None:
         if owner == self._owner:

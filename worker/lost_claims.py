@@ -31,6 +31,11 @@ class LostClaims:
         self._limit_seconds = limit_seconds
         self._lost: list[tuple[int, float]] = []
 
+    @property
+    def outstanding(self) -> bool:
+        """Whether some claim is not known to be over."""
+        return bool(self._lost)
+
     @contextmanager
     def watching(self, connection: Connection) -> Iterator[None]:
         """Around a claim: if its answer does not come, its server process is remembered."""

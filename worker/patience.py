@@ -21,11 +21,6 @@ class Patience:
         self._failures = 0
         self._logged_at: float | None = None
 
-    @property
-    def failures(self) -> int:
-        """Failures since the last success."""
-        return self._failures
-
     def delay_seconds(self, error: BaseException, **fields: object) -> float:
         """Seconds to wait before the next try; logs the first failure and then one line in half a minute."""
         now = local_seconds()

@@ -8,7 +8,7 @@ index from its start, which is dear exactly when the cursors are worth something
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from worker.clock import local_seconds
@@ -65,11 +65,12 @@ class Places:
             if range.first <= place.cursor:
                 place.cursor = START  # somebody stands behind the cursor: start over
 
-    def look_behind_the_cursors(self) -> None:
-        """Every place is worth a claim again: that costs next to nothing."""
+    def look_behind_the_cursors(self, queues: Set[str]) -> None:
+        """The places of these queues (none or "": of all) are worth a claim again: that costs next to nothing."""
         now = local_seconds()
         for place in self._places.values():
-            place.due_at = min(place.due_at, now)
+            if not queues or place.queue in queues or "" in queues:
+                place.due_at = min(place.due_at, now)
 
     def any_due(self) -> bool:
         now = local_seconds()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ROLE = "reaper"
 REAP_SETTINGS = {"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off", "enable_hashjoin": "off"}
 FROM_THE_START_EVERY_SECONDS = 5.0
+AFTER_OUTAGE_SECONDS = 3.0
+_LOOK_AGAIN_SECONDS = 0.1
 _BATCHES_A_PASS = 20
 
 
@@ -39,6 +41,7 @@ class Reaper:
         reap_seconds: float,
         statement_seconds: float,
         retention: Retention,
+        unwritten: Callable[[], int],
         on_ready: Callable[[], None],
     ) -> None:
         self._database = database
@@ -46,6 +49,7 @@ class Reaper:
         self._reap_seconds = reap_seconds
         self._statement_seconds = statement_seconds
         self._retention = retention
+        self._unwritten = unwritten
         self._on_ready = on_ready
         self._patience = Patience(events.REAPER_FAILED, longest_seconds=max(reap_seconds, 5.0))
         self._connection: Connection | None = None
@@ -62,9 +66,17 @@ class Reaper:
                 self._lane.drop()
                 self._horizon = reaping.FROM_THE_START
                 await asyncio.sleep(self._patience.delay_seconds(error))
+                await self._let_finished_work_in()
                 continue
             self._patience.reset()
             await asyncio.sleep(self._reap_seconds * random.uniform(0.8, 1.0))
+
+    async def _let_finished_work_in(self) -> None:
+        """After an outage our own finished jobs may have expired leases: they are to be written before they are reaped."""
+        for _ in range(int(AFTER_OUTAGE_SECONDS / _LOOK_AGAIN_SECONDS)):
+            if self._unwritten() == 0:
+                return
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
     async def _pass(self) -> None:
         connection = await self._lane.get()

@@ -96,12 +96,13 @@ async def write_presence(
     await connection.execute(database.sql(PRESENCE), *presence, busy, hungry, health, lease_seconds)
 
 
-HUNGRY = "UPDATE {schema}.processes SET hungry = $2 WHERE id = $1 AND hungry <> $2"
+HUNGRY = "UPDATE {schema}.processes SET hungry = $2 WHERE id = $1"
 
 
-async def set_hungry(connection: Connection, database: Database, *, process_id: str, hungry: bool) -> None:
-    """Say whether an INSERT should send a NOTIFY for this process."""
-    await connection.execute(database.sql(HUNGRY), process_id, hungry)
+async def set_hungry(connection: Connection, database: Database, *, process_id: str, hungry: bool) -> bool:
+    """Say whether an INSERT should send a NOTIFY for this process. False: its presence is not there (yet), nothing was said."""
+    status: str = await connection.execute(database.sql(HUNGRY), process_id, hungry)
+    return status == "UPDATE 1"
 
 
 LEAVE = "DELETE FROM {schema}.processes WHERE id = $1"

@@ -95,7 +95,3 @@ class Buried(NamedTuple):
 async def bury(connection: Connection, database: Database) -> list[Buried]:
     """Ready rows without attempts left would never be claimed: make them dead."""
     return [Buried(*row) for row in await connection.fetch(database.sql(BURY))]
-
-
-# Now, as the database counts, in the same unit as Reaped.lease_until.
-NOW = "SELECT now()"
