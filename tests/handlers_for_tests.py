@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -302,3 +303,27 @@ async def child(job: Job[Any]) -> dict[str, int]:
     note("start", job)
     process = await asyncio.create_subprocess_exec("sleep", str(job.payload["seconds"]), stdin=subprocess.DEVNULL)
     return {"status": await process.wait()}
+
+
+@handlers.job("to_thread")
+async def to_thread(job: Job[Any]) -> None:
+    """Waits for a thread of the loop's own pool, which nobody can end."""
+    note("start", job)
+    await asyncio.to_thread(time.sleep, job.payload["seconds"])
+
+
+@handlers.job("library_thread")
+async def library_thread(job: Job[Any]) -> None:
+    """Some library starts a thread and forgets it."""
+    threading.Thread(target=time.sleep, args=(job.payload["seconds"],), name="handler of a library").start()
+
+
+@handlers.job("exit_in_child")
+async def exit_in_child(job: Job[Any]) -> None:
+    """Ends with SystemExit in a task of its own."""
+
+    async def end() -> None:
+        sys.exit(3)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(end())

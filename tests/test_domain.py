@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 
+import asyncpg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from worker.domain import (
     FAILURE_BYTES,
     LAST_ERROR_CHARACTERS,
     Backoff,
+    ClaimedJob,
     Failed,
     Lease,
     Released,
@@ -21,6 +25,7 @@ from worker.domain import (
     failure,
     verdict,
 )
+from worker.holding import Held
 
 BACKOFF = Backoff(1.0, 64.0)
 
@@ -28,14 +33,28 @@ BACKOFF = Backoff(1.0, 64.0)
 # --- the lease
 
 
+def test_losing_a_lease_survives_an_attempt_that_ends_meanwhile() -> None:
+    """Two threads: the attempt takes back `on_lost` after the keeper has seen it."""
+    told: list[str] = []
+
+    class Ending(Held):
+        __slots__ = ("looks",)
+
+        @property  # type: ignore[override]
+        def on_lost(self) -> Callable[[str], None] | None:
+            self.looks += 1
+            return told.append if self.looks == 1 else None
+
+        @on_lost.setter
+        def on_lost(self, _: object) -> None:
+            self.looks = 0
+
+    Ending(ClaimedJob(1, 2, "key", "kind", "queue", 0, "{}", 1, 5, 0, 0), 0.0).lose("cancelled")
+    assert told == ["cancelled"]
+
+
 def test_a_lease_is_trusted_from_before_the_request_less_the_margin() -> None:
     assert Lease(30.0, 3.0).trusted_until(100.0) == 127.0
-
-
-def test_a_lease_is_never_trusted_longer_than_the_answer_says_remains() -> None:
-    lease = Lease(30.0, 3.0)
-    assert lease.trusted_until(100.0, remaining_seconds=10.0) == 107.0
-    assert lease.trusted_until(100.0, remaining_seconds=99.0) == 127.0
 
 
 # --- the delay before the next attempt
@@ -177,3 +196,38 @@ def test_a_secret_in_an_error_is_masked_where_people_will_read_it() -> None:
     failed = failure(OSError("cannot reach postgresql://app:hunter2secret@db/shop"))
     assert "hunter2secret" not in failed.error + failed.detail
     assert "db/shop" in failed.error
+
+
+def _row_error() -> Exception:
+    """As asyncpg raises it, from a server of another language."""
+    error = asyncpg.CheckViolationError("new row violates check constraint")
+    error.detail = "Fehlgeschlagene Zeile enth\u00e4lt (1, two\n lines, row4secret)."
+    return error
+
+
+def _raised(error: BaseException) -> BaseException:
+    with contextlib.suppress(BaseException):
+        raise error
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _row_error(),
+        ExceptionGroup("several", [ValueError("one"), _row_error()]),
+        _raised(ValueError("as a driver of another kind says\nDETAIL:  Failing row contains (1, a).b, row4secret).\nCONTEXT: x")),
+        ValueError("cut: Failing row contains (1, row4secret"),
+    ],
+    ids=["alone", "in a group", "text", "cut"],
+)
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_row_that_failed_is_in_no_error_text(error: Exception, chained: bool) -> None:
+    shown: BaseException = error
+    if chained:
+        shown = RuntimeError("wrapped")
+        shown.__cause__ = error
+    failed = failure(_raised(shown))
+    assert "row4secret" not in failed.error + failed.detail
+    assert "(row not shown)" in failed.detail
+    assert chained or "row4secret" in str(error) or isinstance(error, ExceptionGroup)

@@ -81,6 +81,10 @@ def test_everything_else_is_refused_at_the_call(sql: str) -> None:
         "INSERT INTO a VALUES ($$x$$); COMMIT",
         "INSERT INTO a VALUES (1) /* /* */ */; COMMIT",
         "INSERT INTO a VALUES ($1); INSERT INTO a VALUES ($2)",
+        "INSERT INTO a VALUES (1) --\r; COMMIT",
+        "INSERT INTO a VALUES (1 AS \u20ac$$); COMMIT --$$",
+        "INSERT INTO a VALUES (1) \u00a0$$; COMMIT --$$",
+        "INSERT INTO a VALUES ($\u00b2$; $\u00b2$); COMMIT",
     ],
 )
 def test_a_second_statement_is_refused(sql: str) -> None:

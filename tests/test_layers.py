@@ -36,6 +36,7 @@ FLOORS: dict[int, set[str]] = {
         "keeper",
         "committer",
         "writer",
+        "last_word",
         "reaper",
         "retention",
         "listener",

@@ -7,10 +7,12 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from tests.processes import Daemon, environment, wait_for
@@ -163,6 +165,131 @@ def test_a_loop_blocked_past_the_grace_still_releases_its_neighbours(workplace: 
     assert (row.state, row.attempts) == ("ready", 0)
 
 
+@pytest.mark.parametrize("priority", [0, 1], ids=["one claim", "two claims"])
+def test_a_loop_blocked_for_good_costs_its_neighbours_nothing(workplace: Workplace, priority: int) -> None:
+    """Guarantees 7 and 8: whoever only waits behind it is released, started or not, its claim answered or not; what blocks it has
+    lost its lease, which is no crash."""
+    daemon = workplace.daemon(WORKERS="6", WORKER_SHUTDOWN_GRACE_SECONDS="0.5")
+    running = [workplace.add("nap", {"seconds": 60}, max_attempts=1) for _ in range(2)]
+    workplace.wait_for_notes("start", count=2)
+    rows = workplace.ask(
+        "INSERT INTO jobs (kind, payload, priority, max_attempts)"
+        """ SELECT kind, '{"seconds": 60}', priority, 2"""
+        " FROM (VALUES ('block', %s), ('nap', 0), ('nap', 0)) AS new (kind, priority) RETURNING id",
+        priority,
+    )
+    blocking, *waiting = [row.id for row in rows]
+    workplace.wait_for_state(waiting[-1], "running")
+    workplace.wait_for_notes("start", count=3)
+    status, seconds = stopped(daemon)
+    assert status == 75
+    assert seconds < 0.5 + BUDGET_SECONDS + SLACK_SECONDS / 2
+    for id in [*running, *waiting]:
+        row = workplace.job(id)
+        assert (row.state, row.attempts) == ("ready", 0)
+        (said,) = daemon.find("job_released", job_id=id)
+        unstarted = ("not_started", "claim_lost") if priority else ("not_started",)
+        assert said["reason"] in (("shutdown",) if id in running else unstarted)
+    assert [event["job_id"] for event in daemon.find("job_abandoned")] == [blocking]
+    assert [note.word for note in workplace.notes()] == ["start"] * 3
+    reaping = workplace.daemon(WORKER_QUEUES="another")
+    row = workplace.wait_for_state(blocking, "ready")
+    assert (row.attempts, row.crashes) == (1, 0)
+    assert [failure.outcome for failure in workplace.failures(blocking)] == ["lease_lost"]
+    assert reaping.stop() == 0
+
+
+@pytest.mark.parametrize("kind", ["deaf", "thread"])
+def test_a_handler_that_refused_to_end_is_no_crash(workplace: Workplace, kind: str) -> None:
+    """Its job makes nobody careful, and waits for nobody: it lost its lease."""
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="0.1")
+    id = workplace.add(kind, {"seconds": 60})
+    workplace.wait_for_notes("start")
+    assert daemon.stop() == 75
+    workplace.daemon(WORKER_QUEUES="another")
+    assert workplace.wait_for_state(id, "ready").crashes == 0
+
+
+def test_a_thread_behind_a_handler_that_was_released_does_not_keep_the_process(workplace: Workplace) -> None:
+    """asyncio.to_thread: the handler can be cancelled, the thread cannot. Nothing is left to lease expiry."""
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="0.2")
+    id = workplace.add("to_thread", {"seconds": 60})
+    workplace.wait_for_notes("start")
+    status, seconds = stopped(daemon)
+    assert status == 0
+    assert seconds < 0.2 + 2 * SLACK_SECONDS
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("ready", 0)
+
+
+def test_a_thread_that_a_library_has_left_behind_changes_nothing(workplace: Workplace) -> None:
+    """The interpreter would wait for it as it ends."""
+    daemon = workplace.daemon()
+    workplace.wait_for_state(workplace.add("library_thread", {"seconds": 60}), "succeeded")
+    status, seconds = stopped(daemon)
+    assert status == 0
+    assert seconds < 2 * SLACK_SECONDS
+    assert daemon.find("shutdown_complete", status=0)
+
+
+def test_an_exit_in_a_task_of_a_handler_is_that_jobs_failure(workplace: Workplace) -> None:
+    """asyncio lets SystemExit end the loop; the daemon goes on, and still hears a signal while its loop is blocked."""
+    daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="0.2")
+    neighbour = workplace.add("gated", {"gate": "gate"})
+    workplace.wait_for_notes("start")
+    id = workplace.add("exit_in_child", max_attempts=1)
+    row = workplace.wait_for_state(id, "dead")
+    assert row.last_error.startswith("SystemExit: 3")
+    assert daemon.find("internal_error", where="event loop")
+    workplace.open_gate()
+    workplace.wait_for_state(neighbour, "succeeded")
+    workplace.add("block", {"seconds": 60})
+    workplace.wait_for_notes("start", count=2)
+    status, seconds = stopped(daemon)
+    assert status == 75
+    assert seconds < 0.2 + BUDGET_SECONDS + SLACK_SECONDS / 2
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored(workplace: Workplace) -> None:
+    command = ("nohup", sys.executable, "-m", "worker", "run")
+    variables = environment(workplace.directory, DATABASE_URL=workplace.url, **VARIABLES)
+    daemon = Daemon(command, variables, workplace.directory, "nohup")
+    try:
+        daemon.wait_for_event("daemon_ready", 20)
+        daemon.signal(signal.SIGHUP)
+        workplace.wait_for_state(workplace.add("nap", {"seconds": 0.3}), "succeeded")
+        assert daemon.stop() == 0
+        assert [event["reason"] for event in daemon.find("shutdown_started")] == ["signal"]
+        assert workplace.states() == {"succeeded": 1}
+    finally:
+        daemon.kill()
+
+
+SIGNALLED = """
+import asyncio, contextlib, pathlib, signal
+from worker import Handlers
+
+@contextlib.asynccontextmanager
+async def resources():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, pathlib.Path("heard").touch)
+    yield
+
+handlers = Handlers(lifespan=resources)
+
+@handlers.job("nothing")
+async def nothing(job):
+    pass
+"""
+
+
+def test_other_signals_reach_whoever_handles_them(workplace: Workplace) -> None:
+    (workplace.directory / "signalled.py").write_text(SIGNALLED)
+    daemon = workplace.daemon(WORKER_HANDLERS="signalled:handlers")
+    daemon.signal(signal.SIGUSR1)
+    wait_for((workplace.directory / "heard").exists)
+    assert daemon.stop() == 0
+
+
 def test_a_job_that_fails_during_the_grace_is_recorded(workplace: Workplace) -> None:
     """D12."""
     daemon = workplace.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="10", WORKER_BACKOFF_BASE_SECONDS="30")
@@ -200,6 +327,8 @@ CREATE FUNCTION slow_claims() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFO
 CREATE TRIGGER slow_claims AFTER UPDATE ON jobs FOR EACH ROW WHEN (OLD.state = 'ready' AND NEW.state = 'running')
     EXECUTE FUNCTION slow_claims();
 """
+# It has taken a row, and sleeps before its COMMIT (a lock on the table would be seen of an empty claim as well).
+CLAIM_IN_FLIGHT = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
 
 
 @SHAPES
@@ -208,9 +337,7 @@ def test_a_stop_starts_no_new_work_after_a_claim_that_committed_meanwhile(workpl
     workplace.db.execute(SLOW_CLAIMS)
     daemon = workplace.daemon(**shape, WORKER_CLAIM_TIMEOUT_SECONDS="1")
     id = workplace.add("nap", max_attempts=1)
-    wait_for(
-        lambda: workplace.value("SELECT count(*) FROM pg_locks WHERE relation = 'jobs'::regclass AND mode = 'RowExclusiveLock'")
-    )
+    wait_for(lambda: workplace.value(CLAIM_IN_FLIGHT))
     assert daemon.stop() == 0
     row = workplace.job(id)
     assert (row.state, row.attempts) == ("ready", 0)
@@ -242,6 +369,40 @@ def test_a_stop_while_the_handlers_are_imported_is_clean(workplace: Workplace, n
     wait_for((workplace.directory / "importing").exists)
     assert stopped(daemon, number) == (0, pytest.approx(0, abs=SLACK_SECONDS))
     assert daemon.stderr == ""
+    assert daemon.find("shutdown_complete", status=0)
+
+
+def test_a_stop_while_the_handlers_are_imported_stops_the_private_server(workplace: Workplace, data_dir: Path) -> None:
+    """And a module that catches everything does not outlive it."""
+    slow = """
+import pathlib, time
+pathlib.Path('importing').touch()
+try:
+    time.sleep(60)
+except BaseException:
+    pass
+from tests.handlers_for_tests import handlers
+"""
+    (workplace.directory / "slow_to_import.py").write_text(slow)
+    arguments = ("--embedded", "--data-dir", str(data_dir))
+    daemon = workplace.daemon(*arguments, WORKER_HANDLERS="slow_to_import:handlers", ready=False)
+    wait_for((workplace.directory / "importing").exists, 30)
+    assert daemon.stop() == 0
+    assert daemon.find("daemon_started") == []
+    assert not (data_dir / "postgresql" / "postmaster.pid").exists()
+
+
+def test_a_stop_while_the_schema_waits_for_a_lock_is_clean(workplace: Workplace) -> None:
+    """`--migrate` runs before the first claim: nothing is held."""
+    with psycopg.connect(workplace.url) as other:
+        other.execute("SELECT pg_advisory_xact_lock(hashtextextended('reliable-worker schema public', 0))")
+        daemon = workplace.daemon("--migrate", ready=False)
+        wait_for(lambda: workplace.backends("migrate", "active"))
+        status, seconds = stopped(daemon)
+        other.rollback()
+    assert status == 0
+    assert seconds < SLACK_SECONDS
+    assert daemon.find("shutdown_complete", status=0)
 
 
 def test_a_lone_daemon_as_process_1_stops_like_any_other(workplace: Workplace) -> None:
@@ -339,8 +500,25 @@ def test_a_server_that_has_gone_mute_cannot_keep_the_process(private_workplace: 
         status, seconds = stopped(daemon)
     assert seconds < 0.5 + 0.4 + 2 + SLACK_SECONDS / 2
     left = "none" if jobs == "none" else workplace.job(id).state
-    assert status == (75 if left == "running" else 0)
+    # A frozen claim may take jobs once it thaws.
+    unsure = any("may still take jobs" in event["error"] for event in daemon.find("claim_failed"))
+    assert status == (75 if left == "running" or unsure else 0)
     assert left in {"none": ("none",), "finished": ("running", "succeeded"), "running": ("running", "ready")}[jobs]
+
+
+def test_a_claim_that_may_still_take_jobs_is_told_by_the_status(private_workplace: Workplace) -> None:
+    """Nothing is held, but its server process stands still before its COMMIT."""
+    workplace = private_workplace
+    workplace.db.execute(SLOW_CLAIMS)
+    daemon = workplace.daemon(WORKER_CLAIM_TIMEOUT_SECONDS="1", WORKER_SHUTDOWN_GRACE_SECONDS="0.1")
+    postmaster = workplace.value("SELECT pg_read_file('postmaster.pid')").split()[0]
+    workplace.add("nap")
+    wait_for(lambda: workplace.value(CLAIM_IN_FLIGHT))
+    with frozen([*workplace.backends(), int(postmaster)]):
+        status, seconds = stopped(daemon)
+    assert status == 75
+    assert seconds < 0.1 + BUDGET_SECONDS + SLACK_SECONDS / 2
+    assert workplace.notes() == []
 
 
 # --- exit status ---------------------------------------------------------------------------------------------------------------
@@ -350,6 +528,18 @@ def test_a_stop_before_the_database_was_reached_is_clean(workplace: Workplace) -
     daemon = workplace.daemon(DATABASE_URL="postgresql://127.0.0.1:1/nowhere", ready=False)
     daemon.wait_for_event("database_lost")
     status, seconds = stopped(daemon)
+    assert status == 0
+    assert seconds < SLACK_SECONDS
+
+
+def test_a_stop_while_a_host_does_not_answer_is_clean(workplace: Workplace) -> None:
+    """A connection that is being made is let go, whatever time it has."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"postgresql://127.0.0.1:{mute.getsockname()[1]}/nowhere"
+        daemon = workplace.daemon(DATABASE_URL=url, WORKER_CONNECT_TIMEOUT_SECONDS="60", ready=False)
+        mute.settimeout(20)
+        with mute.accept()[0]:
+            status, seconds = stopped(daemon)
     assert status == 0
     assert seconds < SLACK_SECONDS
 

@@ -77,6 +77,13 @@ async def test_run_job_refuses_what_cannot_be_enqueued(database_url: str) -> Non
         await run_job(handlers, "greet", float("nan"), dsn=database_url)
 
 
+async def test_run_job_refuses_a_kind_that_these_handlers_do_not_know_at_once(database_url: str) -> None:
+    async with seen(database_url) as run:
+        with pytest.raises(LookupError, match="'greeet' is none of these handlers: at the second try, fail, greet"):
+            await run_job(handlers, "greeet", "you", dsn=database_url)
+        assert await run.value("SELECT count(*) FROM jobs") == 0
+
+
 async def test_drain_runs_everything_to_its_end_retries_included(database_url: str) -> None:
     handlers, times = Handlers(), {}
 

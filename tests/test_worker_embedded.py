@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 
 from tests.inprocess import SHAPES, quick, running, seen
 from tests.processes import await_for
-from tests.servers import Server
+from tests.servers import PrivateCluster, Server
+from tests.workplace import frozen
 from worker import Handlers, Job, Settings, Worker, events
 from worker.errors import ConfigError, DatabaseUnavailable
 
@@ -55,7 +57,11 @@ async def test_entering_returns_when_jobs_are_being_claimed_and_leaving_drains(d
     async with seen(database_url) as run:
         async with Worker(handlers, quick(database_url, workers=2, **shape)) as worker:
             assert worker.is_ready
-            assert await run.value("SELECT id FROM processes") == worker.id
+
+            async def is_present() -> bool:
+                return bool(await run.value("SELECT id FROM processes") == worker.id)
+
+            await await_for(is_present)
             assert worker.id.startswith("test-")
             running_one = await run.enqueue("sleep", 0.3)
             await await_for(lambda: noted)
@@ -93,10 +99,10 @@ async def test_jobs_claimed_and_not_started_are_given_back(database_url: str) ->
             first = await run.enqueue("sleep", 0.5)
             await await_for(lambda: noted)
             # Put into its hand what a claim ahead would have brought.
-            assert worker.pool is not None
+            assert worker.parts is not None
             ids = [await run.enqueue("sleep", 0, max_attempts=1) for _ in range(3)]
-            await worker.pool.claimer._round(3) if worker.pool.claimer else None
-            await await_for(lambda: worker.pool is not None and worker.pool.waiting() == 3)
+            await worker.parts.pool.claimer._round(3) if worker.parts.pool.claimer else None
+            await await_for(lambda: worker.parts is not None and worker.parts.pool.waiting() == 3)
         for id in ids:
             row = await run.row(id)
             assert (row["state"], row["attempts"]) == ("ready", 0)
@@ -120,6 +126,43 @@ async def test_a_deaf_handler_is_left_to_lease_expiry_and_the_status_says_so(dat
         assert run.log.find(events.JOB_ABANDONED, job_id=id, reason="deaf_handler")
         for task in asyncio.all_tasks() - {asyncio.current_task()}:  # the handler itself, which nobody can end
             await asyncio.wait({task})
+
+
+async def test_a_mute_server_and_a_small_budget_are_left_within_it(private_cluster: Callable[..., PrivateCluster]) -> None:
+    """Closing what cannot be closed in peace takes none of the time that is not there."""
+    handlers, _ = sleepers()
+    cluster = private_cluster()
+    settings = quick(cluster.dsn, shutdown_grace_seconds=0, query_timeout_seconds=0.05, lease_seconds=1)
+    async with seen(cluster.dsn) as run:
+        postmaster = int(str(await run.value("SELECT pg_read_file('postmaster.pid')")).split()[0])
+        async with Worker(handlers, settings) as worker:
+            pids = await run.column("SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'reliable-worker %'")
+            stopping = contextlib.ExitStack()
+            stopping.enter_context(frozen([*pids, postmaster]))
+            began = time.monotonic()
+        with stopping:
+            assert time.monotonic() - began < worker.budget_seconds + 0.2
+
+
+async def test_a_host_that_has_slept_past_the_trust_stops_its_handlers(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timers do not count the time that a host sleeps, the clock of leases does."""
+    handlers, noted = sleepers()
+    slept = [0.0]
+
+    class Clock:
+        @staticmethod
+        def clock_gettime(clock: int) -> float:
+            return time.clock_gettime(clock) + slept[0]
+
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        pytest.skip("this system has no clock that goes on while it sleeps")
+    monkeypatch.setattr("worker.clock.time", Clock)
+    async with running(database_url, handlers, lease_seconds=60, job_timeout_seconds=300) as run:
+        id = await run.enqueue("sleep", 200)
+        await await_for(lambda: noted == ["started"])
+        slept[0] = 55
+        await run.said(events.JOB_ABANDONED, 5, job_id=id, reason="lease_untrusted")
+    assert noted == ["started", "lease_untrusted"]
 
 
 async def test_cancelling_the_application_drains_and_goes_on_cancelling(database_url: str) -> None:
@@ -296,13 +339,13 @@ async def test_a_bug_in_a_loop_ends_in_an_orderly_stop_with_status_1(database_ur
     handlers, noted = sleepers()
 
     async def broken(self: object) -> None:
-        await run.said(events.JOB_CLAIMED)
+        await await_for(lambda: noted)
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr("worker.reaper.Reaper.run", broken)
     async with seen(database_url) as run:
         id = await run.enqueue("sleep", 0.3)
-        worker = Worker(handlers, quick(database_url, log_level="debug"))
+        worker = Worker(handlers, quick(database_url))
         await worker.start()
         await worker.wait_stopped()
         assert worker.status == 1

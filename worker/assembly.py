@@ -13,6 +13,7 @@ import orjson
 
 from worker import committer, keeper, listener, reaper
 from worker.claimer import Claimer
+from worker.clock import local_seconds
 from worker.committer import Committer
 from worker.domain import Backoff, Lease
 from worker.handlers import Handlers, Lifespan
@@ -33,6 +34,7 @@ from worker.version import VERSION
 from worker.watch import Watch
 
 _CLOSE_SECONDS = 0.2
+_AT_ONCE_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +55,24 @@ class Parts:
     lanes_there: tuple[Lane, ...]
     """Used in the rights thread."""
 
-    async def close(self, rights: RightsThread) -> None:
-        """Close what was opened, each within its limit; the keeper ends last."""
+    async def close(self, rights: RightsThread, until: float) -> None:
+        """Close what was opened, in peace as long as there is time until that moment, else at once; the keeper ends last."""
+
+        def limit() -> float:
+            return min(max(until - local_seconds(), _AT_ONCE_SECONDS), _CLOSE_SECONDS)
+
         self.pool.close()
         for lane in self.lanes_here:
-            await lane.close(_CLOSE_SECONDS)
-        await self.connections.close(_CLOSE_SECONDS)
+            await lane.close(limit())
+        await self.connections.close(limit())
 
         async def close_there() -> None:
             await rights.cancel_all()
             for lane in self.lanes_there:
-                await lane.close(_CLOSE_SECONDS)
+                await lane.close(limit())
 
         try:
-            await rights.run(close_there(), timeout_seconds=2.0)
+            await rights.run(close_there(), timeout_seconds=max(until - local_seconds(), _CLOSE_SECONDS / 2))
         except TimeoutError:
             pass  # the thread is a daemon thread, its connections end with the process
 
@@ -118,6 +124,7 @@ def assemble(
         statement_seconds=renewal_seconds,
         busy=lambda: pool.busy(),
         hungry=lambda: the_claimer.is_hungry,
+        on_return=lambda: the_committer.retry_now(),
         health=lambda: orjson.dumps(
             {
                 "held": len(holdings),
@@ -187,7 +194,8 @@ def assemble(
             ledger_retention_seconds=of.ledger_retention_seconds,
             statement_seconds=statement_seconds,
         ),
-        on_ready=lambda: the_claimer.wake(notified=True),
+        unwritten=lambda: the_committer.waiting,
+        on_ready=lambda: the_claimer.wake(queue=""),
     )
     the_listener = Listener(
         listen_lane,
@@ -196,7 +204,7 @@ def assemble(
         queues=frozenset(of.queues),
         answer_seconds=of.query_timeout_seconds,
         delivers=not listen_database.pooler,
-        on_jobs=lambda: the_claimer.wake(notified=True),
+        on_jobs=lambda queue: the_claimer.wake(queue=queue),
         on_cancel=on_trouble,
     )
     watch = Watch(

@@ -77,20 +77,21 @@ class Attempt:
         """Run the handler; what the attempt came to. The handler may still be running if it could not be stopped."""
         held = self.held
         held.started_at = local_seconds()
-        try:
-            payload = self._kind.read(held.job.payload)
-        except Exception as error:
-            return failure(error)
         self._deadline = held.started_at + self._timeout_seconds
-        held.renew_until = self._deadline
-        self._job = held.job_object = Job(
+        # Before the payload is read: `on_failure` is told of an unreadable one as well.
+        self._job = held.job_object = Job[object](
             held,
-            payload,
+            None,
             resources=self._resources,
             surroundings=self._surroundings,
             deadline=self._deadline,
             in_thread=not self._kind.is_async,
         )
+        try:
+            self._job.payload = self._kind.read(held.job.payload)
+        except Exception as error:
+            return failure(error)
+        held.renew_until = self._deadline
         held.on_lost = self._lost_elsewhere
         self._task = self._loop.create_task(self._run(), name=f"attempt {held.job.id}/{held.job.fence}")
         self._watch()
@@ -227,9 +228,23 @@ class Attempt:
         except RuntimeError:
             pass  # the loop has ended, and the handler with it
 
+    def is_behind(self, blocking: asyncio.Task[object]) -> bool:
+        """Whether this handler cannot go on while `blocking`, which is not its own, blocks the loop. From any thread."""
+        return self._kind.is_async and self.held.phase is Phase.RUNNING and self._task is not blocking and not self._decided.done()
+
+    def runs_in(self, task: asyncio.Task[object]) -> bool:
+        return self._task is task
+
+    def look_again(self) -> None:
+        """The host has slept: timers did not count that time, the trust in a lease does."""
+        if self.reason in (None, "shutdown"):  # else it has been told already, and the timer is not this one
+            if self._timer is not None:
+                self._timer.cancel()
+            self._watch()
+
     def _watch(self) -> None:
         """Stop the handler at its time-out, or when the lease is no longer trusted; look again if the trust has moved on."""
-        if self._decided.done():
+        if self._decided.done() or self._task is None:
             return
         now = local_seconds() + _EARLY_SECONDS
         if now >= self._deadline:

@@ -15,7 +15,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Coroutine, Iterator
 
 import uvloop
 
@@ -37,24 +38,36 @@ _SWITCH_SECONDS = 0.001
 _FROZEN_LEASES = 10
 _FROZEN_AT_LEAST_SECONDS = 120.0
 _HARD_EXIT_BEFORE_SECONDS = 0.2
+_LAST_MINUTE_SECONDS = 1.0
+"""So long before that, or a quarter of the budget, what waits behind a blocked loop is given back."""
+_TURN_SECONDS = 0.1
+_CLOSE_SECONDS = 0.3
+"""For what handlers have left behind: tasks, threads, generators."""
+
+
+class _Stopped(SystemExit):
+    """A stop signal while nothing is held yet, raised wherever the main thread is."""
 
 
 def run(settings: Settings, *, burst: bool = False, migrate: bool = False) -> int:
     """The daemon until it has stopped. Returns the exit status (0, 1, 69, 75, 78); does not return when it has to end itself with a
     thread still alive."""
     started_at = local_seconds()
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: os._exit(0))  # nothing is held yet; as process 1 it would not even hear it
+    signals = _Signals()
     logs.configure(level=settings.log_level, format=settings.log_format, worker=settings.name, version=VERSION)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    notifier = Notifier()
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
         handlers = load_handlers(settings.handlers)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            status = runner.run(_serve(settings, handlers, notifier, burst=burst, migrate=migrate))
+        if signals.came_early:  # and the module has swallowed it
+            raise _Stopped(0)
+        serving = _serve(settings, handlers, signals, burst=burst, migrate=migrate)
+        status = _run_to_the_end(runner.get_loop(), serving, signals)
+    except _Stopped:
+        status = 0
     except ConfigError as error:
         for line in error.lines:
-            logs.emit(events.CONFIG_INVALID, error=line)
+            logs.emit(events.CONFIG_INVALID, error=line, **({"exception": error.__cause__} if error.__cause__ else {}))
         status = 78
     except DatabaseUnavailable as error:
         logs.emit(events.DATABASE_LOST, error=error, error_type="DatabaseUnavailable")
@@ -62,16 +75,44 @@ def run(settings: Settings, *, burst: bool = False, migrate: bool = False) -> in
     except Exception as error:
         logs.emit(events.INTERNAL_ERROR, where="daemon", exception=error)
         status = 1
+    signals.ignore()
+    # Closing waits for every task and thread that handlers have left behind, for ever if need be.
+    limit = threading.Timer(_CLOSE_SECONDS, _end_now, [status])
+    limit.daemon = True
+    limit.start()
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        runner.close()
+    limit.cancel()
     logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
     return _exit(status)
 
 
+def _run_to_the_end(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, int], signals: _Signals) -> int:
+    """The result of `work`. SystemExit and KeyboardInterrupt in some task that a handler has made end the loop, not the process:
+    the loop goes on, whoever awaits that task gets its exception."""
+    task = loop.create_task(work)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except _Stopped:
+            raise
+        except (SystemExit, KeyboardInterrupt) as error:
+            logs.emit(events.INTERNAL_ERROR, where="event loop", exception=error, error=f"a task raised {type(error).__name__}")
+            if task.done():
+                return 1
+            loop.call_soon(signals.arm)
+
+
 def _exit(status: int) -> int:
-    """Return the status, unless a handler's thread is still alive: the interpreter would wait for it for ever."""
+    """Return the status, unless some thread is still alive: the interpreter would wait for it for ever."""
     logs.flush(1.0)
     faulthandler.cancel_dump_traceback_later()
-    if any(thread.name.startswith("handler") for thread in threading.enumerate()):
-        os._exit(status or 75)
+    until = local_seconds() + _CLOSE_SECONDS
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join(max(until - local_seconds(), 0))
+            if thread.is_alive():
+                os._exit(status)
     return status
 
 
@@ -85,10 +126,10 @@ def load_handlers(name: str | None) -> Handlers | None:
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | _Stopped):
             raise
-        logs.emit(events.INTERNAL_ERROR, where="import of the handlers", exception=error)
-        raise ConfigError(f"WORKER_HANDLERS={name!r}: cannot import {module_name!r}: {safe_text(error)}") from None
+        line = f"WORKER_HANDLERS={name!r}: cannot import {module_name!r} (working directory {os.getcwd()}): {safe_text(error)}"
+        raise ConfigError(line) from error
     found: object = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
@@ -97,9 +138,9 @@ def load_handlers(name: str | None) -> Handlers | None:
     return found
 
 
-async def _serve(settings: Settings, handlers: Handlers | None, notifier: Notifier, *, burst: bool, migrate: bool) -> int:
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(logs.loop_exception_handler)
+async def _serve(settings: Settings, handlers: Handlers | None, signals: _Signals, *, burst: bool, migrate: bool) -> int:
+    asyncio.get_running_loop().set_exception_handler(logs.loop_exception_handler)
+    notifier = Notifier()
     frozen_seconds = max(_FROZEN_LEASES * settings.lease_seconds, _FROZEN_AT_LEAST_SECONDS)
 
     def beat() -> None:
@@ -128,12 +169,12 @@ async def _serve(settings: Settings, handlers: Handlers | None, notifier: Notifi
     )
     if migrate:
         await _migrate(settings)
-    with _signals(worker, notifier):
+    with signals.heard_by(worker, notifier):
         await worker.start()
         if not worker.is_stopping:
             notifier.ready()
         await worker.wait_stopped()
-        if worker.has_deaf:  # closing the loop would wait for it for ever
+        if worker.has_deaf:  # the rest would only wait for it
             _end_now(worker.status)
     return worker.status
 
@@ -154,58 +195,97 @@ async def _migrate(settings: Settings) -> None:
         connection.terminate()
 
 
-@contextlib.contextmanager
-def _signals(worker: Worker, notifier: Notifier) -> Iterator[None]:
-    """Turn stop signals into requests to stop, however busy the main thread is."""
-    loop = asyncio.get_running_loop()
-    ours, theirs = socket.socketpair()
-    for end in (ours, theirs):
-        end.setblocking(False)
-    count = 0
+class _Signals:
+    """The stop signals: raised in the main thread while nothing is held, then turned into requests to stop, which are heard however
+    busy that thread is."""
 
-    def received() -> None:
-        nonlocal count
+    def __init__(self) -> None:
+        # Under nohup the end of the terminal is to be survived.
+        self._numbers = [one for one in STOP_SIGNALS if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+        self._wakeup: socket.socket | None = None
+        self.came_early = False
+        for number in self._numbers:
+            signal.signal(number, self._stop_early)  # as process 1 it would not hear one that has no handler
+
+    def _stop_early(self, *_: object) -> None:
+        self.came_early = True
+        raise _Stopped(0)
+
+    @contextlib.contextmanager
+    def heard_by(self, worker: Worker, notifier: Notifier) -> Iterator[None]:
+        """The first signal begins the drain, the second skips the grace; whatever happens, the budget of the stop is kept."""
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setblocking(False)
+        count = 0
+
+        def received() -> None:
+            nonlocal count
+            try:
+                numbers = ours.recv(64)
+            except BlockingIOError:
+                return
+            for number in numbers:
+                if number not in self._numbers:
+                    with contextlib.suppress(OSError):
+                        os.write(previous, bytes([number]))  # to the loop: somebody may have a handler there
+                    continue
+                count += 1
+                if count > 2:
+                    continue
+                stop_seconds = worker.budget_seconds + (worker.settings.shutdown_grace_seconds if count == 1 else 0)
+                notifier.stopping(stop_seconds)
+                hard_exit_seconds = stop_seconds - _HARD_EXIT_BEFORE_SECONDS
+                before_seconds = min(_LAST_MINUTE_SECONDS, worker.budget_seconds / 4)
+                worker.rights.loop.call_later(hard_exit_seconds - before_seconds, _last_minute, worker)
+                worker.rights.loop.call_later(hard_exit_seconds, _give_up, worker)
+                worker.request_stop_soon("signal", local_seconds())
+
+        worker.rights.call(lambda: worker.rights.loop.add_reader(ours, received))
+        for number in self._numbers:
+            signal.signal(number, lambda *_: None)
+        self._wakeup = theirs
+        previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         try:
-            numbers = ours.recv(64)
-        except BlockingIOError:
-            return
-        for number in numbers:
-            if number not in {int(stop) for stop in STOP_SIGNALS}:
-                continue
-            count += 1
-            if count > 2:
-                continue
-            budget_seconds = worker.budget_seconds + (worker.settings.shutdown_grace_seconds if count == 1 else 0)
-            notifier.stopping(budget_seconds)
-            worker.rights.loop.call_later(budget_seconds - _HARD_EXIT_BEFORE_SECONDS, _give_up, worker)
-            loop.call_soon_threadsafe(worker.request_stop, "signal", local_seconds())
+            yield
+        finally:
+            signal.set_wakeup_fd(previous)
+            self._wakeup = None
+            self.ignore()
+            ours.close()
+            theirs.close()
 
-    worker.rights.call(lambda: worker.rights.loop.add_reader(ours, received))
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)
-    previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        for number in STOP_SIGNALS:
-            # To the end: one more signal must not change the exit status (the interpreter, as it ends, gives a signal with a
-            # handler its default back).
+    def arm(self) -> None:
+        """Once more: a loop that begins to run takes the signals to itself."""
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+
+    def ignore(self) -> None:
+        """To the end: one more signal must not change the exit status (the interpreter, as it ends, gives a signal with a handler
+        its default back)."""
+        for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
-        ours.close()
-        theirs.close()
+
+
+def _last_minute(worker: Worker) -> None:
+    """Soon the budget of the stop is used up. If the main thread does not come round to the drain, begin it from here."""
+    turned = threading.Event()
+    worker.call_soon(turned.set)
+
+    def look() -> None:
+        if not turned.is_set():
+            worker.rights.spawn("release behind", worker.release_behind)
+
+    worker.rights.loop.call_later(_TURN_SECONDS, look)
 
 
 def _give_up(worker: Worker) -> None:
-    """The budget of the stop is used up, and the main thread is not where it should be: a handler blocks it."""
-    for attempt in worker.pool.running() if worker.pool is not None else []:
-        job = attempt.held.job
-        logs.emit(
-            events.JOB_ABANDONED,
-            **job.log_fields(),
-            reason="deaf_handler",
-        )
-    _end_now(75)
+    """The budget of the stop is used up, and the main thread is not where it should be."""
+    status = worker.name_what_is_left()
+    if not status:
+        stack = "".join(traceback.format_stack(sys._current_frames().get(threading.main_thread().ident or 0), limit=20))
+        logs.emit(events.INTERNAL_ERROR, where="end of the process", error="held up by what it was told to end", stack=stack)
+    _end_now(status or worker.status or 1)
 
 
 def _end_now(status: int) -> None:

@@ -15,7 +15,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from worker.masking import masked
+from worker.masking import masked, without_rows
 
 State = Literal["ready", "running", "succeeded", "dead", "cancelled"]
 ReleaseReason = Literal["shutdown", "not_started", "unknown_kind", "suspect_waits", "claim_lost"]
@@ -44,6 +44,11 @@ class ClaimedJob(NamedTuple):
     available_at: int
     """Microseconds since 2000-01-01 UTC, as PostgreSQL sends it: exact, and no date is out of range."""
 
+    @property
+    def has_generated_key(self) -> bool:
+        """Nobody chose it, and it leaves no row in the ledger."""
+        return self.key.startswith("auto:")
+
     def log_fields(self) -> dict[str, object]:
         """What every event about this job carries."""
         return {"job_id": self.id, "kind": self.kind, "queue": self.queue, "attempt": self.attempt, "fence": self.fence}
@@ -55,10 +60,9 @@ class Lease(NamedTuple):
     seconds: float
     margin_seconds: float
 
-    def trusted_until(self, sent_at: float, remaining_seconds: float | None = None) -> float:
+    def trusted_until(self, sent_at: float) -> float:
         """Local moment up to which the lease is trusted: from before the request was sent, less the margin."""
-        remaining = self.seconds if remaining_seconds is None else min(self.seconds, remaining_seconds)
-        return sent_at + remaining - self.margin_seconds
+        return sent_at + self.seconds - self.margin_seconds
 
 
 class Backoff(NamedTuple):
@@ -209,12 +213,12 @@ def failure(
     """The failed outcome that `error` means; its texts are cleaned, without secrets, and cut to what the tables take."""
     name = clean_text(type(error).__qualname__, 128)
     # Cut before it is masked, since it may be huge, and again behind: what was cut through the first time is gone then.
-    said = masked((describe(error) if message is None else message)[: 4 * LAST_ERROR_CHARACTERS])
+    said = masked(without_rows(describe(error) if message is None else message, error)[: 4 * LAST_ERROR_CHARACTERS])
     text = clean_text(f"{name}: {said}" if said else name, LAST_ERROR_CHARACTERS)
     detail = text
     if with_traceback:
         try:
-            detail = "".join(traceback.format_exception(error, limit=-20))
+            detail = without_rows("".join(traceback.format_exception(error, limit=-20)), error)
         except Exception:  # one of its parts cannot be printed
             detail = text
     return Failed(

@@ -12,13 +12,15 @@ from functools import lru_cache
 _WRITES = frozenset({"INSERT", "UPDATE", "DELETE", "MERGE"})
 # Functions that leave something in the session, wherever in the text they are named: in doubt alone, which is only slower.
 _SESSION_FUNCTIONS = re.compile(r"set_config|pg_(try_)?advisory_(un)?lock", re.IGNORECASE)
+# As the server's own scanner reads it: six characters are space, a comment ends at \r too, and every character outside ASCII may be
+# part of a name (so that `é$$` is one, and begins no quoted text).
 _TOKEN = re.compile(
     r"""
-      (?P<skip>  \s+ | --[^\n]* )
+      (?P<skip>  [ \t\n\r\f\v]+ | --[^\n\r]* )
     | (?P<block> /\* )
     | (?P<text>  [eE]'(?:[^'\\]|\\.|'')*' | '(?:[^']|'')*' | "(?:[^"]|"")*" )
-    | (?P<dollar> \$(?:[^\W\d]\w*)?\$ )
-    | (?P<word>  [^\W\d][\w$]* )
+    | (?P<dollar> \$(?:[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_\x80-\U0010ffff]*)?\$ )
+    | (?P<word>  [A-Za-z_\x80-\U0010ffff][A-Za-z0-9_$\x80-\U0010ffff]* )
     | (?P<other> . )
     """,
     re.VERBOSE | re.DOTALL,

@@ -22,12 +22,11 @@ from worker.assembly import Parts, assemble
 from worker.builtin import builtin_handlers
 from worker.claimer import Claimer
 from worker.clock import local_seconds
-from worker.drain import Drain, close_quietly
+from worker.drain import Drain, close_quietly, name_what_is_left, release_behind
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.handlers import Handlers, Lifespan
 from worker.health import HealthFile
 from worker.patience import Patience
-from worker.pool import Pool
 from worker.rights import RightsThread
 from worker.settings import Settings, load_settings
 from worker.store import schema, waiting
@@ -35,6 +34,7 @@ from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, Se
 
 _NOT_NOW: tuple[type[BaseException], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
 _BURST_LOOK_SECONDS = 0.2
+_LET_GO_SECONDS = 0.1
 
 
 class Worker:
@@ -73,9 +73,11 @@ class Worker:
         self._hurry = asyncio.Event()
         self._ready = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
-        self.pool: Pool | None = None
+        self.parts: Parts | None = None
+        self._starts_nothing = False
         self._stop_reason = ""
         self._stopping_since = 0.0
+        self._close_until: float | None = None
 
         of = self.settings
         self._limits = SessionLimits.of(lease_seconds=of.lease_seconds, query_timeout_seconds=of.query_timeout_seconds)
@@ -150,9 +152,22 @@ class Worker:
         self._stopping_since = local_seconds() if since is None else since
         self._stop.set()
 
+    def request_stop_soon(self, reason: str, since: float) -> None:
+        """`request_stop` from any thread. From now on no handler starts, even if one that blocks the loop holds up the rest."""
+        self._starts_nothing = True
+        self.call_soon(lambda: self.request_stop(reason, since))
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call it in this Worker's loop, from any thread; nothing happens once that has ended."""
+        assert self._life is not None
+        try:
+            self._life.get_loop().call_soon_threadsafe(function)
+        except RuntimeError:
+            pass
+
     @property
     def is_stopping(self) -> bool:
-        return self._stop.is_set()
+        return self._starts_nothing or self._stop.is_set()
 
     @property
     def is_ready(self) -> bool:
@@ -186,15 +201,7 @@ class Worker:
         patience = Patience(events.DATABASE_LOST)
         while not self.is_stopping:
             try:
-                connection = await self._database.connect("start")
-                try:
-                    async with asyncio.timeout(self.settings.query_timeout_seconds * 2):
-                        await schema.verify(connection, self.settings.schema_name)
-                        await waiting.verify_session(connection, self._database)
-                        lanes = waiting.LANES if self._listen_database is self._database else waiting.LANES - 1
-                        await waiting.verify_room(connection, self._database, pool_size=self.settings.pool_size, lanes=lanes)
-                finally:
-                    await close_quietly(connection)
+                await self._unless_stopped(self._verify_database())
                 return
             except _NOT_NOW as error:
                 if isinstance(error, ConnectFailed) and error.refused:
@@ -206,6 +213,30 @@ class Worker:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(delay_seconds):
                         await self._stop.wait()
+
+    async def _verify_database(self) -> None:
+        connection = await self._database.connect("start")
+        try:
+            async with asyncio.timeout(self.settings.query_timeout_seconds * 2):
+                await schema.verify(connection, self.settings.schema_name)
+                await waiting.verify_session(connection, self._database)
+                lanes = waiting.LANES if self._listen_database is self._database else waiting.LANES - 1
+                await waiting.verify_room(connection, self._database, pool_size=self.settings.pool_size, lanes=lanes)
+        finally:
+            await close_quietly(connection, local_seconds() + 1.0)
+
+    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> None:
+        """Await `work`, but no longer than until a stop is requested: a host that answers nothing must not hold that up."""
+        working = asyncio.create_task(work, name="reach the database")
+        stopping = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            working.cancel()
+            await asyncio.wait({working}, timeout=_LET_GO_SECONDS)
+        if working.done() and not working.cancelled():
+            working.result()
 
     async def _enter_lifespans(self, stack: contextlib.AsyncExitStack) -> dict[Lifespan, object]:
         resources: dict[Lifespan, object] = {}
@@ -226,11 +257,11 @@ class Worker:
             listen_database=self._listen_database,
             rights=rights,
             health=health,
-            is_stopping=self._stop.is_set,
+            is_stopping=lambda: self.is_stopping,
             on_beat=self._on_beat,
             on_alive=self._on_alive,
         )
-        self.pool = parts.pool
+        self.parts = parts
         rights.spawn("keeper", lambda: self._guard("keeper", parts.keeper.run()))
         rights.spawn("committer", lambda: self._guard("committer", parts.committer.run()))
         rights.spawn("watch", lambda: self._guard("watch", parts.watch.run()))
@@ -253,7 +284,7 @@ class Worker:
                 for helper in helpers:
                     helper.cancel()
         finally:
-            await parts.close(rights)
+            await parts.close(rights, self._close_until or local_seconds() + self.budget_seconds)
 
     async def _guard(self, name: str, loop: Coroutine[object, object, None]) -> None:
         """A bug in a loop becomes a request to stop with status 1: the orderly stop still releases and commits."""
@@ -262,14 +293,7 @@ class Worker:
         except Exception as error:
             logs.emit(events.INTERNAL_ERROR, where=name, exception=error)
             self.status = 1
-            self._stop_from_any_thread(f"internal error in {name}")
-
-    def _stop_from_any_thread(self, reason: str) -> None:
-        assert self._life is not None
-        try:
-            self._life.get_loop().call_soon_threadsafe(self.request_stop, reason)
-        except RuntimeError:
-            pass  # that loop has ended
+            self.call_soon(lambda: self.request_stop(f"internal error in {name}"))
 
     async def _tell_ready(self, the_claimer: Claimer) -> None:
         await the_claimer.first_pass.wait()
@@ -315,3 +339,17 @@ class Worker:
         await drain.run(claiming_task, working)
         self.status = self.status or drain.status
         self.has_deaf = drain.has_deaf
+        self._close_until = drain.close_until
+
+    # --- the end of a process whose loop is blocked; called in the rights thread's loop
+
+    async def release_behind(self) -> None:
+        """Give back what cannot run any more because a handler blocks the loop, and with it the drain."""
+        if self.parts is None or self._life is None:
+            return
+        blocking = asyncio.current_task(self._life.get_loop())
+        await release_behind(self.parts, self._database, process_id=self.id, blocking=blocking)
+
+    def name_what_is_left(self) -> int:
+        """Log each job that is left to lease expiry; 75 if there is one, else 0."""
+        return 0 if self.parts is None else name_what_is_left(self.parts)

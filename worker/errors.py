@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+_LONGEST_DELAY_SECONDS = 30 * 86_400
+
+
+def _check_delay(name: str, seconds: object) -> None:
+    """Raise ValueError (which then is the attempt's failure) for what is no delay."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST_DELAY_SECONDS:
+        raise ValueError(f"{name} must be from 0 to {_LONGEST_DELAY_SECONDS}, not {seconds!r:.100}")
+
 
 class LeaseLost(Exception):
     """This attempt no longer owns its job: nothing it does from here on may count."""
@@ -15,6 +23,7 @@ class Retry(Exception):
     """Raised by a handler: fail this attempt and run again after `after_seconds` (>= 0), or bury at the last attempt."""
 
     def __init__(self, after_seconds: float, reason: str = "") -> None:
+        _check_delay("Retry: after_seconds", after_seconds)
         super().__init__(reason or f"retry after {after_seconds} s")
         self.after_seconds = after_seconds
 
@@ -23,6 +32,7 @@ class Snooze(Exception):
     """Raised by a handler: run again after `seconds` (>= 0); no attempt is used."""
 
     def __init__(self, seconds: float) -> None:
+        _check_delay("Snooze: seconds", seconds)
         super().__init__(f"snooze for {seconds} s")
         self.seconds = seconds
 

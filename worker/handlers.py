@@ -38,6 +38,22 @@ class PayloadError(ValueError):
     """The payload does not fit its kind. The message names the fields and never shows their values."""
 
 
+def _check_handler(name: str, function: object) -> None:
+    """Raise TypeError for what can never handle a job."""
+    if not callable(function):
+        raise TypeError(f"kind {name!r}: a function is needed, not {type(function).__name__}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"kind {name!r}: a handler returns a value, it does not yield")
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:
+        return  # it cannot be told
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise TypeError(f"kind {name!r}: a handler is called with one argument, the job") from None
+
+
 class Kind(Generic[P]):
     """One kind of job: its function, the type of its payload, its defaults at enqueue."""
 
@@ -55,6 +71,7 @@ class Kind(Generic[P]):
         self.name = name
         # A Kind: one function registered for several kinds.
         self.function: Handler[P] = function.function if isinstance(function, Kind) else function
+        _check_handler(name, self.function)
         self.timeout_seconds = timeout_seconds
         """None: the process's JOB_TIMEOUT_SECONDS."""
         self.queue = queue
@@ -127,6 +144,8 @@ class Handlers:
     attempt; what it yields is `job.resources`."""
 
     def __init__(self, *, lifespan: Lifespan | None = None) -> None:
+        if lifespan is not None and not callable(lifespan):
+            raise TypeError("lifespan: a function that returns an async context manager is needed")
         self.kinds: dict[str, Kind[object]] = {}
         self.lifespan = lifespan
         self.lifespans: dict[str, Lifespan] = {}
@@ -196,6 +215,8 @@ class Handlers:
 
     def on_failure(self, function: OnFailure) -> OnFailure:
         """Call `await function(job, error, will_retry)` after a failure has been written; its own errors are only logged."""
+        if not any(inspect.iscoroutinefunction(called) for called in (function, type(function).__call__)):
+            raise TypeError("on_failure: an `async def` function is needed")
         self.failure_hooks.append(function)
         return function
 

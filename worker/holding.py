@@ -61,8 +61,9 @@ class Held:
         """The database says that this lease is over: the attempt stops, and writes nothing. The first reason stays."""
         if self.lost is None:
             self.lost = reason
-            if self.on_lost is not None:
-                self.on_lost(reason)
+            on_lost = self.on_lost  # read once: the attempt may end, in its own thread, meanwhile
+            if on_lost is not None:
+                on_lost(reason)
 
 
 class Holdings:

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import orjson
 
-from worker.masking import masked
+from worker.masking import masked, without_rows
 
 # A message longer than this helps nobody, and costs everybody downstream.
 MAX_TEXT_CHARACTERS = 32 * 1024
@@ -116,7 +116,7 @@ def traceback_text(error: BaseException | None, kind: type[BaseException] | None
         )
     except Exception:
         text = f"{type(error).__name__} (its traceback cannot be shown)"
-    text = masked(text).rstrip()
+    text = masked(without_rows(text, error)).rstrip()
     if len(text) > _MAX_TRACEBACK_CHARACTERS:
         half = _MAX_TRACEBACK_CHARACTERS // 2
         text = f"{text[:half]}\n{_CUT}\n{text[-half:]}"

@@ -41,6 +41,8 @@ class Sink:
         self._dropped = 0
         self._writing = False
         self._asleep = False
+        self._unread = False
+        """The last line could not be written: saying so would only fail again."""
         self._thread: threading.Thread | None = None
 
     def put(self, line: bytes) -> None:
@@ -48,9 +50,9 @@ class Sink:
         with self._lock:
             if len(self._lines) >= MAX_QUEUED_LINES or self._bytes + len(line) > MAX_QUEUED_BYTES:
                 self._dropped += 1
-                return
-            self._lines.append(line)
-            self._bytes += len(line)
+            else:
+                self._lines.append(line)
+                self._bytes += len(line)
             if self._asleep:
                 self._asleep = False
                 self._changed.notify_all()
@@ -77,19 +79,26 @@ class Sink:
             written = self._write(batch)
             with self._lock:
                 self._writing = False
+                self._unread = not written
                 if not written:
                     self._dropped += lines
                 elif self._dropped and not self._lines:
-                    line = self._dropped_line(self._dropped)
-                    self._dropped = 0
-                    self._lines.append(line)
-                    self._bytes += len(line)
+                    self._tell_dropped()
                 self._changed.notify_all()
+
+    def _tell_dropped(self) -> None:
+        line = self._dropped_line(self._dropped)
+        self._dropped = 0
+        self._lines.append(line)
+        self._bytes += len(line)
 
     def _take(self) -> tuple[bytes, int]:
         """The next lines, at least one, as one piece, and how many they are."""
         with self._lock:
             while not self._lines:
+                if self._dropped and not self._unread:  # one line too long for an empty queue
+                    self._tell_dropped()
+                    break
                 self._asleep = True
                 self._changed.wait()
             self._asleep = False

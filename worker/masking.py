@@ -13,6 +13,12 @@ MASK = "***"
 # Below this length a "password" is as likely a syllable of an ordinary word.
 _LEAST_LENGTH = 4
 _MESSAGE_CHARACTERS = 1000
+_CHAINED = 100
+# Of these the detail is the row: not null, check or partition, WITH CHECK OPTION. Its words are in the server's language.
+_SHOWS_ROW = frozenset({"23502", "23514", "44000"})
+# The same in the text of other drivers; where its end cannot be told, to the end.
+_ROW = re.compile(r"Failing row contains \(.*?(?:\)\.(?=\n|\Z)|\Z)", re.DOTALL)
+_NO_ROW = "(row not shown)"
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 _secrets: tuple[str, ...] = ()
@@ -45,15 +51,34 @@ def masked(text: str) -> str:
     return text
 
 
+def without_rows(text: str, error: BaseException) -> str:
+    """`text`, in which `error` or its traceback is shown, without the rows that PostgreSQL puts into the detail of an error: they
+    hold what the user's tables hold, a payload included."""
+    for one in _chain(error):
+        detail = getattr(one, "detail", None)
+        if isinstance(detail, str) and detail and getattr(one, "sqlstate", None) in _SHOWS_ROW:
+            # In the traceback of a group every line of it is indented.
+            lines = r"\n[ |]*".join(map(re.escape, detail.split("\n")))
+            text = re.sub(lines, _NO_ROW, text)
+    return _ROW.sub(_NO_ROW, text)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and all that a traceback shows with it: causes, contexts, members of groups."""
+    found = [error]
+    for one in found:  # grows meanwhile
+        more = [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+        found += [other for other in more if other is not None and all(other is not known for known in found)]
+        if len(found) > _CHAINED:
+            break
+    return found
+
+
 def safe_text(error: BaseException) -> str:
     """What an error says, in at most 1,000 characters that can be stored and shown, and no secret."""
     try:
         text = str(error)
     except Exception:
         text = "(its message cannot be read)"
-    detail = getattr(error, "detail", None)
-    if isinstance(detail, str) and detail.startswith("Failing row contains"):
-        # PostgreSQL shows the whole row here, a payload included.
-        text = text.replace(detail, "(row not shown)")
-    text = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", masked(text)).strip()
+    text = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", masked(without_rows(text, error))).strip()
     return (text or type(error).__name__)[:_MESSAGE_CHARACTERS]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from worker.clock import local_seconds
 from worker.errors import EffectAlreadyApplied, LeaseLost
 from worker.holding import Held, Phase
 from worker.store import settling
-from worker.store.connection import DATABASE_ERRORS, is_unavailable, sqlstate
+from worker.store.connection import DATABASE_ERRORS, is_unavailable, sqlstate, underlying
 
 if TYPE_CHECKING:
     from worker.job import Surroundings
@@ -31,39 +31,56 @@ async def fenced(held: Held, around: Surroundings, result: Callable[[], str | No
     job = held.job
     with contextlib.ExitStack() as afterwards:  # once the connection has been given back
         async with around.pool.acquire(timeout_seconds=around.query_timeout_seconds) as connection:
+            session = underlying(connection)
             # asyncpg's own, so that `tx.transaction()` inside is a savepoint.
             transaction = connection.transaction(isolation="read_committed")
             await transaction.start()
             held.phase = Phase.OWN_TRANSACTION
-            try:
-                connection.stay_in_transaction(True)
-                already_applied = await settling.open_own(
-                    connection, around.database, job, owner=around.owner, deletes=around.deletes
-                )
-                if already_applied is None:
-                    afterwards.callback(held.lose, "lease_lost")  # cancels the handler, which is to see LeaseLost first
-                    raise LeaseLost(f"job {job.id}: fence {job.fence} is stale")
-                if already_applied:
-                    raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
-                yield connection
-                if not await settling.close_own(connection, around.database, job, result=result()):
-                    raise RuntimeError("the transaction was ended by hand inside job.transaction()")
-            except BaseException:
-                connection.stay_in_transaction(False)
+            with _losing_protection_with(session, held) as protection:
                 try:
-                    await _roll_back(connection, transaction, around.query_timeout_seconds)
-                finally:
+                    session.stay_in_transaction(True)
+                    already_applied = await settling.open_own(
+                        connection, around.database, job, owner=around.owner, deletes=around.deletes
+                    )
+                    if already_applied is None:
+                        afterwards.callback(held.lose, "lease_lost")  # cancels the handler, which is to see LeaseLost first
+                        raise LeaseLost(f"job {job.id}: fence {job.fence} is stale")
+                    if already_applied:
+                        raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
+                    yield connection
+                    if not await settling.close_own(connection, around.database, job, result=result()):
+                        raise RuntimeError("the transaction was ended by hand inside job.transaction()")
+                except BaseException:
+                    session.stay_in_transaction(False)
+                    try:
+                        await _roll_back(session, transaction, around.query_timeout_seconds)
+                    finally:
+                        held.phase = Phase.RUNNING
+                    raise
+                session.stay_in_transaction(False)
+                # From here on the phase stays: a job that is (or may be) complete has no lease to renew or to lose.
+                protection.close()
+                try:
+                    lost_answer = await _commit(session, transaction)
+                except DATABASE_ERRORS:
                     held.phase = Phase.RUNNING
-                raise
-            connection.stay_in_transaction(False)
-            # From here on the phase stays: a job that is (or may be) complete has no lease to renew or to lose.
-            try:
-                lost_answer = await _commit(connection, transaction)
-            except DATABASE_ERRORS:
-                held.phase = Phase.RUNNING
-                raise
+                    raise
     if lost_answer is not None:
         await _resolve(held, around, lost_answer)
+
+
+@contextlib.contextmanager
+def _losing_protection_with(session: Connection, held: Held) -> Iterator[contextlib.ExitStack]:
+    """While the block runs and until the stack is closed: a session that ends takes its row lock with it, so the lease has to be
+    renewed and trusted again like any other."""
+
+    def ended(_connection: object) -> None:
+        held.phase = Phase.RUNNING
+
+    session.add_termination_listener(ended)
+    with contextlib.ExitStack() as protection:
+        protection.callback(session.remove_termination_listener, ended)
+        yield protection
 
 
 async def _roll_back(connection: Connection, transaction: Transaction, timeout_seconds: float) -> None:
@@ -99,14 +116,18 @@ async def _resolve(held: Held, around: Surroundings, lost_answer: BaseException)
             async with around.pool.acquire(timeout_seconds=around.query_timeout_seconds) as connection:
                 async with asyncio.timeout(around.query_timeout_seconds):
                     rulings = await settling.rule(connection, around.database, [held.job], owner=around.owner)
-            break
+            if not rulings[held.key].undecided:
+                break
         except DATABASE_ERRORS:
-            if local_seconds() >= held.trusted_until:
-                raise lost_answer from None
-            await asyncio.sleep(delay_seconds * random.uniform(0.5, 1))
-            delay_seconds = min(delay_seconds * 2, high)
+            pass  # ask again
+        if local_seconds() >= held.trusted_until:
+            raise lost_answer from None
+        await asyncio.sleep(delay_seconds * random.uniform(0.5, 1))
+        delay_seconds = min(delay_seconds * 2, high)
     ruling = rulings[held.key]
-    if ruling.done:
+    # A key that was chosen has its ledger row as proof; a generated one has only the row, which our COMMIT was to delete.
+    gone_as_planned = around.deletes and ruling.state is None and held.job.has_generated_key
+    if ruling.done or gone_as_planned:
         return
     if ruling.mine:
         held.phase = Phase.RUNNING

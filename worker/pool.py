@@ -56,6 +56,8 @@ class Pool:
         self._busy = 0
         self._finished = 0
         self._busy_seconds = 0.0
+        self._started_sum = 0.0
+        """Of the moments at which the running attempts began."""
         self._suspects = 0
         self._stopping = False
         self._hooks: set[asyncio.Task[None]] = set()
@@ -74,7 +76,19 @@ class Pool:
         return self._inbox_bytes
 
     def finished(self) -> tuple[int, float]:
-        return self._finished, self._busy_seconds
+        running_seconds = self._busy * local_seconds() - self._started_sum
+        return self._finished, self._busy_seconds + running_seconds
+
+    def is_full(self) -> bool:
+        return self._committer.is_full
+
+    def give_back(self, jobs: int) -> None:
+        """Release the last so many of the waiting jobs, unstarted."""
+        for _ in range(min(jobs, len(self._inbox))):
+            held = self._inbox.pop()
+            self._inbox_bytes -= len(held.job.payload)
+            self._forget_suspect(held)
+            self._hand_over(held, Released(reason="not_started"))
 
     def suspect_runs(self) -> bool:
         return self._suspects > 0
@@ -111,12 +125,14 @@ class Pool:
         while (held := await self._next()) is not None:
             self._busy += 1
             started_at = local_seconds()
+            self._started_sum += started_at
             try:
                 await self._attempt(held)
             finally:
                 self._busy -= 1
                 self._finished += 1
                 self._busy_seconds += local_seconds() - started_at
+                self._started_sum -= started_at
                 self._forget_suspect(held)
             await self._committer.room()
 
@@ -222,6 +238,11 @@ class Pool:
                 if isinstance(trouble, asyncio.CancelledError) and task is not None and task.cancelling():
                     raise
                 logs.emit(events.INTERNAL_ERROR, where="on_failure", exception=trouble)
+
+    def look_at_leases(self) -> None:
+        """The host has slept: stop whatever is no longer within its trust or its time."""
+        for attempt in self.running():
+            attempt.look_again()
 
     # --- the end
 

@@ -33,8 +33,10 @@ async def run_job(
     """Enqueue one job, run it to its end (one attempt, unless `max_attempts` says more), and return its state, result and error.
 
     The job goes to a queue of its own, so nothing else is touched. With a key that exists already, the existing job is waited for.
-    Raises TimeoutError when it has not ended in time.
+    Raises LookupError for a kind that these handlers do not know, TimeoutError when the job has not ended in time.
     """
+    if kind not in handlers.kinds:
+        raise LookupError(f"kind {kind!r} is none of these handlers: {', '.join(sorted(handlers.kinds)) or 'they have none'}")
     queue = f"testing-{secrets.token_hex(8)}"
     connection = await Database(dsn, schema=schema).connect("testing")
     try:

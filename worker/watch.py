@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from worker.pool import Pool
 
 BEAT_SECONDS = 1.0
+SLEPT_SECONDS = 0.5
+"""So much more on the clock that goes on while the host sleeps than on the other is a sleep."""
 LOOP_BLOCKED_SECONDS = 1.0
 _STACK_FRAMES = 20
 
@@ -67,17 +69,30 @@ class Watch:
         """Watch until cancelled."""
         while True:
             self._ask()
+            ahead = self._ahead()
             await asyncio.sleep(BEAT_SECONDS)
+            if self._ahead() - ahead > SLEPT_SECONDS:
+                self._call(self._pool.look_at_leases)
             self._look()
             self._beat()
+
+    def _ahead(self) -> float:
+        """How far the clock of leases is ahead of the clock of timers: it grows while the host sleeps."""
+        return local_seconds() - asyncio.get_running_loop().time()
+
+    def _call(self, function: Callable[[], object]) -> bool:
+        """Call it in the watched loop, soon; False if that has ended, and this thread will."""
+        try:
+            self._work_loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            return False
+        return True
 
     def _ask(self) -> None:
         if self._asked_at is None:
             self._asked_at = local_seconds()
-            try:
-                self._work_loop.call_soon_threadsafe(self._answer)
-            except RuntimeError:
-                self._asked_at = None  # the loop has ended; so will this thread
+            if not self._call(self._answer):
+                self._asked_at = None
 
     def _answer(self) -> None:
         self._asked_at = None

@@ -282,3 +282,8 @@ async def read_moments_as_microseconds(connection: Connection) -> None:
         encoder=lambda moment: (moment,),
         decoder=lambda parts: parts[0],
     )
+
+
+def underlying(connection: Connection) -> Connection:
+    """The session itself behind a pool's loan: the loan is void as soon as the session has ended."""
+    return getattr(connection, "_con", None) or connection
