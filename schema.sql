@@ -214,6 +214,12 @@ BEGIN
     IF enqueue_job.key LIKE 'auto:%' THEN
         RAISE EXCEPTION 'key: "auto:" is reserved for generated keys' USING ERRCODE = '22023';
     END IF;
+    IF enqueue_job.priority NOT BETWEEN -32768 AND 32767 THEN
+        RAISE EXCEPTION 'priority: % is not between -32768 and 32767', enqueue_job.priority USING ERRCODE = '22023';
+    END IF;
+    IF enqueue_job.max_attempts < 1 THEN
+        RAISE EXCEPTION 'max_attempts: % is less than 1', enqueue_job.max_attempts USING ERRCODE = '22023';
+    END IF;
     FOR round IN 1..100 LOOP
         INSERT INTO jobs (idempotency_key, kind, queue, priority, payload, available_at, max_attempts)
         VALUES (

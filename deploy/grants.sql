@@ -31,6 +31,8 @@ GRANT EXECUTE ON FUNCTION
 -- Enqueue by INSERT or enqueue_job, look the job up, wait for its end. Not what other applications have put into their jobs.
 \if :{?application}
 GRANT USAGE ON SCHEMA :"schema" TO :"application";
+-- For `worker enqueue`, which looks first whether the tables are there.
+GRANT SELECT ON :"schema".schema_version TO :"application";
 GRANT INSERT (idempotency_key, kind, queue, priority, payload, available_at, max_attempts, meta) ON :"schema".jobs
     TO :"application";
 GRANT SELECT (id, idempotency_key, state, result, last_error) ON :"schema".jobs TO :"application";

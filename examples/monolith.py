@@ -1,6 +1,7 @@
 """A web application that runs its own workers, in any number of replicas: one process, one loop, one database.
 
-    cd examples && DATABASE_URL=postgresql://… uvicorn monolith:app      # or any other ASGI server
+    pip install uvicorn                                                  # or any other ASGI server
+    cd examples && DATABASE_URL=postgresql://… uvicorn monolith:app
 
 POST /welcome?name=… enqueues a job and answers with its id; the pool in this process, or in another replica, runs it. It is
 plain ASGI, to need no framework: with FastAPI or Starlette `lifespan` is all there is to it, as `FastAPI(lifespan=lifespan)`.
@@ -30,7 +31,9 @@ async def lifespan(app: object) -> AsyncIterator[dict[str, asyncpg.Pool]]:
     """The pool of workers beside the application's own connections; leaving drains the workers first."""
     async with (
         asyncpg.create_pool(os.environ["DATABASE_URL"], min_size=0) as database,
-        Worker(handlers, Settings(workers=4)),  # what is not given here comes from the environment
+        # What is not given here comes from the environment. By default it waits for its database for ever, and no web server
+        # breaks off a start that waits.
+        Worker(handlers, Settings(workers=4, connect_wait_seconds=30)),
     ):
         yield {"database": database}
 

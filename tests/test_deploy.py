@@ -30,9 +30,7 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("hadolint is not in this environment; it has no wheel for this platform")
-    done = subprocess.run(
-        [hadolint, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([hadolint, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -55,9 +53,7 @@ def test_everything_the_image_installs_from_an_index_is_pinned_by_hash() -> None
 
 
 def test_what_the_dockerfile_copies_is_let_through_by_dockerignore() -> None:
-    let_through = {
-        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
-    }
+    let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {
         source
         for line in DOCKERFILE.splitlines()
@@ -135,9 +131,7 @@ def test_the_unit_states_the_promised_lines(unit: str) -> None:
 
 def test_the_unit_gives_a_default_stop_all_the_time_it_may_take() -> None:
     settings = load_settings({"DATABASE_URL": "postgresql://localhost/app"})
-    budget = (
-        settings.shutdown_grace_seconds + settings.lease_margin_seconds + 2 * settings.query_timeout_seconds
-    )
+    budget = settings.shutdown_grace_seconds + settings.lease_margin_seconds + 2 * settings.query_timeout_seconds
     assert budget < 15
 
 

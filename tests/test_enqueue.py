@@ -304,6 +304,11 @@ async def test_the_schema_refuses_by_sql_what_python_refuses_by_name(connection:
         assert refusal.value.constraint_name == constraint
     with pytest.raises(asyncpg.PostgresError, match='"auto:" is reserved'):
         await connection.fetch("SELECT enqueue_job('message', '1', 'auto:1')")
+    for argument in ("priority => 32768", "priority => -32769", "max_attempts => 0"):
+        with pytest.raises(asyncpg.InvalidParameterValueError, match=argument.partition(" ")[0]):
+            await connection.fetch(f"SELECT enqueue_job('message', '1', {argument})")
+    edges = "priority => -32768, max_attempts => 1"
+    assert await connection.fetchval(f"SELECT created FROM enqueue_job('message', '1', {edges})")
 
 
 async def test_wait_returns_how_the_job_ended(connection: asyncpg.Connection, database_url: str) -> None:

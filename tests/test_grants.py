@@ -10,6 +10,7 @@ import asyncpg
 import psycopg
 import pytest
 
+from tests.commands import worker
 from tests.processes import Daemon, wait_for
 from tests.psql import psql
 from tests.roles import role, url_as
@@ -149,6 +150,16 @@ async def test_an_application_enqueues_and_waits_but_reads_nobodys_payload(serve
                     await connection.execute(forbidden)
         finally:
             await connection.close()
+
+
+def test_an_application_enqueues_from_the_command_line_too(server: Server, database_url: str, tmp_path: Path) -> None:
+    with role(server, database_url) as name:
+        granted = psql(database_url, "-v", f"application={name}", "-f", str(GRANTS))
+        assert granted.returncode == 0, granted.stderr
+        url = url_as(name, database_url)
+        for arguments, stdin in ((("enqueue", "message", "1"), ""), (("enqueue", "--file", "-"), '{"payload": 1}')):
+            result = worker(*arguments, stdin=stdin, directory=tmp_path, DATABASE_URL=url)
+            assert (result.returncode, json.loads(result.stdout)["state"]) == (0, "ready"), result.stderr
 
 
 async def test_a_role_that_may_only_insert_can_enqueue_and_wakes_a_hungry_process(server: Server, database_url: str) -> None:

@@ -56,9 +56,7 @@ def program(make: ModuleType, name: str, script: str) -> str:
 def python(make: ModuleType, minor: int, venv: str = "exit 1") -> str:
     """A stand-in that says its version, and does this when asked for a virtual environment."""
     path = Path(os.environ["PATH"]) / f"python3.{minor}"
-    return program(
-        make, path.name, f'case "$2" in venv) {venv};; virtualenv) exit 1;; *) echo 3 {minor} {path};; esac'
-    )
+    return program(make, path.name, f'case "$2" in venv) {venv};; virtualenv) exit 1;; *) echo 3 {minor} {path};; esac')
 
 
 def test_the_newest_tested_python_that_really_starts_is_taken_first(make: ModuleType) -> None:
@@ -107,9 +105,7 @@ def test_another_maker_is_tried_when_venv_fails(make: ModuleType) -> None:
     assert Path(make.VENV_PYTHON).exists()
 
 
-def set_up_with(
-    make: ModuleType, monkeypatch: pytest.MonkeyPatch, *, ending_with: BaseException | None
-) -> list[str]:
+def set_up_with(make: ModuleType, monkeypatch: pytest.MonkeyPatch, *, ending_with: BaseException | None) -> list[str]:
     """Run `set_up` with the slow parts replaced; what it did, in order."""
     done: list[str] = []
 
@@ -146,9 +142,7 @@ def test_a_set_up_that_was_interrupted_starts_over(make: ModuleType, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["requirements.lock", "pyproject.toml"])
-def test_a_change_of_what_it_is_made_from_makes_it_anew(
-    make: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_change_of_what_it_is_made_from_makes_it_anew(make: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     set_up_with(make, monkeypatch, ending_with=None)
     with open(Path(make.ROOT) / name, "a") as source:
         source.write("# changed\n")
@@ -171,9 +165,7 @@ def test_the_makefile_only_calls_the_script() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not on this machine")
     for target in ("run", "test", "lint"):
-        done = subprocess.run(
-            ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
-        )
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
         assert done.stdout.split() == ["python3", "make.py", target]
 
 

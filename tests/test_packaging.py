@@ -46,9 +46,7 @@ def test_a_lock_file_pins_every_package_by_hash_and_names_no_host(path: str) -> 
 @pytest.mark.parametrize("path", LOCKS[1:])
 def test_the_smaller_locks_take_their_versions_from_the_whole_one(path: str) -> None:
     whole = locked("requirements.lock")
-    assert {name: version for name, (version, _) in locked(path).items()} == {
-        name: whole[name][0] for name in locked(path)
-    }
+    assert {name: version for name, (version, _) in locked(path).items()} == {name: whole[name][0] for name in locked(path)}
 
 
 def test_every_declared_dependency_is_locked() -> None:
@@ -71,9 +69,7 @@ def test_the_image_gets_neither_tools_nor_the_embedded_server() -> None:
 
 def test_python_has_a_lower_bound_and_no_upper_one() -> None:
     assert PROJECT["requires-python"] == ">=3.11"
-    assert {f"Programming Language :: Python :: 3.{minor}" for minor in TESTED_MINORS} <= set(
-        PROJECT["classifiers"]
-    )
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in TESTED_MINORS} <= set(PROJECT["classifiers"])
 
 
 def test_the_samples_are_a_thousand_jobs_that_the_built_in_handler_takes() -> None:
@@ -182,9 +178,7 @@ class Installed:
         self.directory = directory / "elsewhere"
         self.directory.mkdir()
         keep = ("PATH", "HOME", "LANG", "TMPDIR")
-        self.environ = {
-            name: value for name, value in os.environ.items() if name in keep or name.startswith("PIP_")
-        }
+        self.environ = {name: value for name, value in os.environ.items() if name in keep or name.startswith("PIP_")}
         self.environ["WORKER_RUNTIME_DIR"] = str(self.directory)
         constraints = directory / "constraints.txt"
         pins = (f"{name}=={version}" for name, (version, _) in locked("requirements.lock").items())

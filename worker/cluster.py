@@ -28,7 +28,7 @@ from typing import Final
 from urllib.parse import quote
 
 from worker.server_process import PORT, PidFile, answers, is_server, read_pid_file, socket_dir_for
-from worker.server_programs import ENVIRON, Account, ClusterError, programs_for, server_account
+from worker.server_programs import ENVIRON, Account, ClusterError, programs_for, require_same_version, server_account
 
 __all__ = ["Cluster", "ClusterError", "default_data_dir", "start_or_adopt", "temporary_cluster"]
 
@@ -229,7 +229,9 @@ def _start(
 ) -> tuple[subprocess.Popen[bytes], PidFile]:
     """Start a server, with new data on the first call, and wait until it answers."""
     pgdata = data_dir / "postgresql"
-    if not pgdata.exists():
+    if pgdata.exists():
+        require_same_version(pgdata, account, programs)
+    else:
         _initdb(data_dir, account, programs)
     socket_dir = socket_dir_for(data_dir, account)
     quiet = {"unix_socket_permissions": "0700", "log_checkpoints": "off"}

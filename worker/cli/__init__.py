@@ -20,7 +20,7 @@ from worker.cli import bench, demo, enqueue, jobs, printing, process, stats
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.masking import safe_text
 from worker.server_programs import ClusterError
-from worker.store.connection import DATABASE_ERRORS, is_unavailable, sqlstate
+from worker.store.connection import DATABASE_ERRORS, ConnectFailed, is_unavailable, sqlstate
 from worker.version import VERSION
 
 EX_UNAVAILABLE = 69
@@ -57,6 +57,8 @@ def exit_statuses() -> Iterator[None]:
         raise _failure(EX_UNAVAILABLE, "the database did not answer in time") from None
     except DATABASE_ERRORS as error:
         code = sqlstate(error)
+        if isinstance(error, ConnectFailed) and error.refused:
+            raise _failure(EX_CONFIG, safe_text(error)) from None
         if is_unavailable(error):
             raise _failure(EX_UNAVAILABLE, safe_text(error)) from None
         if code == _INSUFFICIENT_PRIVILEGE:
@@ -107,8 +109,22 @@ app.command("stats")(stats.stats)
 app.command("bench")(bench.bench)
 
 
+def _open_standard_descriptors() -> None:
+    """Let 0, 1 and 2 lead nowhere where they are closed: else the next file or socket gets that number, and what is meant for a
+    person goes into it."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+
+
 def main() -> None:
     """The entry point of the command line."""
+    _open_standard_descriptors()
     for stream in (sys.stdout, sys.stderr):
         # Whatever the locale can hold: an escape is better than a traceback.
         if hasattr(stream, "reconfigure"):

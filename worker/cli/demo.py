@@ -37,9 +37,9 @@ LIMIT_SECONDS = 55.0
 STOP_SECONDS = 20.0
 LOOK_AGAIN_SECONDS = 0.1
 NEXT = """
-Try next:
+Try next{where}:
   worker run --embedded                                        a daemon with a PostgreSQL of your own, until Ctrl-C
-  worker enqueue --embedded message '{"message": "hello"}'     in another terminal: a job for it
+  worker enqueue --embedded message '{{"message": "hello"}}'     in another terminal: a job for it
   worker jobs list --embedded                                  what became of it
 """
 
@@ -57,7 +57,15 @@ def demo() -> None:
     if fault is not None:
         print_error(fault)
         raise typer.Exit(1)
-    print_line(NEXT.rstrip())
+    print_line(NEXT.format(where=_where_worker_is()).rstrip())
+
+
+def _where_worker_is() -> str:
+    """What to do first where the shell does not find `worker`: this one was started by its whole path."""
+    bin_directory = Path(sys.executable).parent
+    if shutil.which("worker") or not (bin_directory / "activate").exists():
+        return ""
+    return f", after `. {os.path.relpath(bin_directory / 'activate')}`"
 
 
 async def _demonstrate(database: Database, dsn: str, directory: Path) -> str | None:

@@ -14,7 +14,7 @@ from typing import IO, Annotated
 
 import typer
 
-from worker.cli.printing import print_json, print_line
+from worker.cli.printing import counted, print_json, print_line, print_note
 from worker.cli.reaching import DataDir, Embedded, Json, Work, with_schema
 from worker.domain_json import decode_json
 from worker.new_job import DEFAULT_MAX_ATTEMPTS, DEFAULT_QUEUE, NewJob, new_job, new_job_from
@@ -49,7 +49,10 @@ def enqueue(
     embedded: Embedded = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Enqueue one job, or all jobs of a file: prints id, created and state of each as a line of JSON."""
+    """Enqueue one job, or all jobs of a file: prints id, created and state of each as a line of JSON.
+
+    For a file the lines stand in its order, and a count is said on standard error; with --json they are one array.
+    """
     if file is None:
         if kind is None or payload is None:
             raise typer.BadParameter("KIND and PAYLOAD are needed, or --file", param_hint="PAYLOAD")
@@ -78,12 +81,13 @@ def enqueue(
         bulk = _Bulk(source, answers, show)
         with_schema(embedded, data_dir, bulk.enqueue, limit_seconds=None, session=PATIENT_SESSION)
         # Only now are they true: all or none.
+        answers.seek(0)
+        for number, line in enumerate(answers):
+            answer = line.rstrip("\n")
+            print_line(f"{',' if number else '['}{answer}" if json else answer)
         if json:
-            answers.seek(0)
-            for line in answers:
-                print_line(line.rstrip("\n"))
-        else:
-            print_line(f"{bulk.jobs} jobs: {bulk.created} created, {bulk.jobs - bulk.created} there before")
+            print_line("]" if bulk.jobs else "[]")
+        print_note(f"{counted(bulk.jobs, 'job')}: {bulk.created} created, {bulk.jobs - bulk.created} there before")
 
 
 def _enqueue_one(job: NewJob) -> Work[Enqueued]:

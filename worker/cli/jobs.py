@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from worker.cli.printing import is_terminal, print_error, print_json, print_line, print_rows, safe, safe_lines
+from worker.cli.printing import counted, is_terminal, print_error, print_json, print_line, print_rows, safe, safe_lines
 from worker.cli.reaching import DataDir, Embedded, Json, Work, with_schema
 from worker.new_job import RESERVED_KEY_PREFIX
 from worker.settings import Settings
@@ -56,7 +56,13 @@ def list_jobs(
     if json:
         print_json([asdict(summary) for summary in summaries])
     else:
-        print_rows(LIST_COLUMNS, [_columns(summary) for summary in summaries], nothing="no jobs", folded=("key", "last_error"))
+        print_rows(
+            LIST_COLUMNS,
+            [_columns(summary) for summary in summaries],
+            nothing="no jobs",
+            folded=("key", "last_error"),
+            spared=("worker", "queue", "available_at"),
+        )
 
 
 @app.command("show")
@@ -143,8 +149,8 @@ def prune(embedded: Embedded = False, data_dir: DataDir = None) -> None:
 
     pruned = with_schema(embedded, data_dir, work, limit_seconds=None)
     print_line(
-        f"pruned {pruned.jobs} jobs, {pruned.failures} failures of jobs that are gone, "
-        f"{pruned.ledger} ledger rows, {pruned.processes} processes"
+        f"pruned {counted(pruned.jobs, 'job')}, {counted(pruned.failures, 'failure')} of jobs that are gone, "
+        f"{counted(pruned.ledger, 'ledger row')}, {pruned.processes} process{'' if pruned.processes == 1 else 'es'}"
     )
 
 
@@ -213,13 +219,14 @@ def _apply(
         if json:
             print_json({"jobs": jobs, "dry_run": True})
         else:
-            print_line(f"would {verb.name} {jobs} jobs")
+            print_line(f"would {verb.name} {counted(jobs, 'job')}")
         return
     answers = with_schema(embedded, data_dir, _applying(verb, chosen), limit_seconds=None)
     if json:
         print_json([{"id": answer.id, "state": answer.state} for answer in answers])
     elif isinstance(chosen, JobFilter):
-        print_line(f"{verb.done} {sum(answer.state == verb.result_state for answer in answers)} jobs")
+        done = sum(answer.state == verb.result_state for answer in answers)
+        print_line(f"{verb.done} {counted(done, 'job')}")
     else:
         for answer in answers:
             if answer.state is not None:

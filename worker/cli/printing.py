@@ -1,4 +1,4 @@
-"""What commands print: tables for a person at a terminal, plain lines for a pipe, one document for `--json`.
+"""What commands print: tables for a person at a terminal, tab-separated lines for a pipe, one document for `--json`.
 
 Rich is imported only when a person looks. Data is made safe first: a job's text can neither steer a terminal
 nor break a line.
@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterable, Sequence
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _NONE = "-"
+_FOLDED_CELLS = 24
+"""What a column that may take several lines needs at least."""
 
 
 class OutputFailed(Exception):
@@ -43,6 +45,11 @@ def print_error(text: str) -> None:
         print(f"worker: {safe(line)}", file=sys.stderr)
 
 
+def print_note(text: str) -> None:
+    """What a person likes to know and no program reads: on standard error."""
+    print(safe(text), file=sys.stderr)
+
+
 def flush() -> None:
     """Hand over what is still buffered; the same errors as `print_line`."""
     try:
@@ -58,14 +65,28 @@ def print_json(document: object) -> None:
     print_line(json.dumps(document, ensure_ascii=False))
 
 
-def print_rows(names: Sequence[str], rows: Iterable[Sequence[object]], *, nothing: str, folded: Collection[str] = ()) -> None:
-    """A table for a person, `nothing` where it is empty; in a pipe tab-separated lines with all columns and no head.
+def counted(number: int, what: str) -> str:
+    """`1 job`, `2 jobs`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
-    `folded` columns take several lines where the terminal is too narrow; columns without any value are left out.
+
+def print_rows(
+    names: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    nothing: str,
+    folded: Collection[str] = (),
+    spared: Sequence[str] = (),
+) -> None:
+    """A table for a person, `nothing` where it is empty; in a pipe tab-separated lines with all columns.
+
+    `folded` columns take several lines where the terminal is too narrow; before that `spared` ones are left out, the first first.
+    Columns without any value are left out in any case.
     """
     cells = [[_cell(value) for value in row] for row in rows]
     if not is_terminal():
-        for row in cells:
+        # Names first, whatever follows: whoever pages through it or picks columns needs them.
+        for row in (names, *cells):
             print_line("\t".join(row))
         return
     if not cells:
@@ -82,6 +103,10 @@ def print_rows(names: Sequence[str], rows: Iterable[Sequence[object]], *, nothin
         for name, column in zip(names, zip(*cells, strict=True), strict=True)
         if any(cell != _NONE for cell in column)
     ]
+    console = Console()
+    for unneeded in spared:
+        if sum(_needed_cells(name, column, name in folded) for name, column in columns) > console.width:
+            columns = [(name, column) for name, column in columns if name != unneeded]
     for name, column in columns:
         is_number = all(re.fullmatch(r"~?[-\d.,/]+", cell) for cell in column)
         table.add_column(
@@ -93,7 +118,15 @@ def print_rows(names: Sequence[str], rows: Iterable[Sequence[object]], *, nothin
     for shown in zip(*(column for _, column in columns), strict=True):
         # Text, not str: square brackets in data are no markup.
         table.add_row(*(Text(cell) for cell in shown))
-    Console().print(table)
+    console.print(table)
+
+
+def _needed_cells(name: str, column: Sequence[str], is_folded: bool) -> int:
+    """How wide a column has to be to be readable, the gap to the next one included."""
+    from rich.cells import cell_len
+
+    width = max(map(cell_len, (name, *column)))
+    return 2 + (min(width, _FOLDED_CELLS) if is_folded else width)
 
 
 def safe(text: str) -> str:

@@ -14,10 +14,10 @@ from worker import events, logs
 from worker.cli.printing import print_error, print_line, print_rows
 from worker.cli.reaching import DataDir, Embedded, connected, database_of, reach
 from worker.errors import ConfigError
-from worker.health import all_well, read_verdicts
+from worker.health import HealthFile, all_well, read_verdicts
 from worker.settings import Settings, load_settings, unknown_settings
 from worker.store import schema
-from worker.store.connection import Database
+from worker.store.connection import ConnectFailed, Database
 from worker.store.reports import describe_session
 from worker.store.waiting import verify_room, verify_session
 
@@ -79,19 +79,48 @@ def migrate(
 def check(embedded: Embedded = False, data_dir: DataDir = None) -> None:
     """Check settings, database, schema, grants and TLS, and say what is wrong."""
     with reach(embedded, data_dir) as settings:
+        # These refuse an address that cannot be right.
+        database, listen = database_of(settings), _listen_database_of(settings)
         print_line("settings: valid")
         for name, nearest in unknown_settings():
             print_line(f"settings: {name} is no setting and does nothing; the nearest is {nearest}")
+        faults = _runtime_dir_faults(settings)
         try:
-            asyncio.run(_check_database(settings))
+            faults += asyncio.run(_check_database(settings, database, listen))
+        except ConfigError as error:
+            faults += error.lines
+        except Exception:
+            # It is said above all that the database is away; what else is wrong must not be lost for that.
+            for fault in faults:
+                print_error(fault)
+            raise
         finally:
             _print_stop_time(settings)
+    if faults:
+        raise ConfigError(*faults)
 
 
-async def _check_database(settings: Settings) -> None:
+def _listen_database_of(settings: Settings) -> Database | None:
+    if settings.listen_database_url is None:
+        return None
+    url = settings.listen_database_url.get_secret_value()
+    return Database(url, connect_timeout_seconds=settings.connect_timeout_seconds, variable="WORKER_LISTEN_DATABASE_URL")
+
+
+def _runtime_dir_faults(settings: Settings) -> list[str]:
+    """What `worker run` would say, by doing what it does."""
+    try:
+        HealthFile(settings.runtime_dir, f"check-{os.getpid()}").remove()
+    except ConfigError as error:
+        return list(error.lines)
+    print_line(f"heartbeats: {settings.runtime_dir}")
+    return []
+
+
+async def _check_database(settings: Settings, database: Database, listen: Database | None) -> list[str]:
+    """Print what is well and return what is not."""
     from worker.daemon import load_handlers
 
-    database = database_of(settings)
     async with asyncio.timeout(30), connected(database) as connection:
         session = await describe_session(connection)
         print_line(f"database: {database.target.where}, PostgreSQL {session.server_version}")
@@ -115,13 +144,15 @@ async def _check_database(settings: Settings) -> None:
                 print_line("pooler: the role carries the limits")
         except ConfigError as error:
             faults += error.lines
-    if settings.listen_database_url is not None:
-        url = settings.listen_database_url.get_secret_value()
-        listen = Database(url, connect_timeout_seconds=settings.connect_timeout_seconds, variable="WORKER_LISTEN_DATABASE_URL")
-        async with asyncio.timeout(30), connected(listen):
-            print_line(f"LISTEN: {listen.target.where}")
-    if faults:
-        raise ConfigError(*faults)
+    if listen is not None:
+        try:
+            async with asyncio.timeout(30), connected(listen):
+                print_line(f"LISTEN: {listen.target.where}")
+        except ConnectFailed as error:
+            if not error.refused:
+                raise
+            faults.append(str(error))
+    return faults
 
 
 def _print_stop_time(settings: Settings) -> None:
@@ -141,12 +172,9 @@ def health(embedded: Embedded = False, data_dir: DataDir = None) -> None:
     # A stand-in, as the address of the database is not needed here.
     settings = load_settings(database_url="postgresql://localhost/")
     verdicts = read_verdicts(settings.runtime_dir)
-    print_rows(
-        ("process", "pid", "health"),
-        [(verdict.id, verdict.pid, verdict.text) for verdict in verdicts],
-        nothing=f"no daemon has left a heartbeat in {settings.runtime_dir}",
-    )
     if not verdicts:
         print_error(f"no daemon has left a heartbeat in {settings.runtime_dir}")
+        raise typer.Exit(1)
+    print_rows(("process", "pid", "health"), [(verdict.id, verdict.pid, verdict.text) for verdict in verdicts], nothing="")
     if not all_well(verdicts):
         raise typer.Exit(1)

@@ -38,11 +38,11 @@ def stats(json: Json = False, embedded: Embedded = False, data_dir: DataDir = No
         *((f"unknown kind {kind}", jobs) for kind, jobs in numbers.unknown_kinds.items()),
     ]
     # "~": counting exactly would read the whole table.
-    print_rows(("", "jobs"), [(name, _marked(name, value, numbers)) for name, value in rows], nothing="")
+    print_rows(("what", "value"), [(name, _marked(name, value, numbers)) for name, value in rows], nothing="")
     for what, parts in (("queue", numbers.queues), ("kind", numbers.kinds)):
         if parts:
             print_line("")
-            print_rows(("", *_BACKLOG_HEAD), [(f"{what} {name}", *_backlog(parts[name])) for name in sorted(parts)], nothing="")
+            print_rows(("what", *_BACKLOG_HEAD), [(f"{what} {name}", *_backlog(parts[name])) for name in sorted(parts)], nothing="")
     if numbers.processes:
         print_line("")
         print_rows(
