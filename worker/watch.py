@@ -67,6 +67,7 @@ class Watch:
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        self._look()  # whoever asks for our health need not wait for the first beat
         while True:
             self._ask()
             ahead = self._ahead()
