@@ -215,6 +215,8 @@ def test_queues_are_trimmed_and_listed_once() -> None:
         ("WORKER_HANDLERS", "app..jobs:handlers"),
         ("WORKER_SCHEMA", "s" * 64),
         ("WORKER_SCHEMA", "pg_jobs"),
+        ("WORKER_SCHEMA", "o'd\"d"),
+        ("WORKER_SCHEMA", "{schema}"),
         ("WORKER_NAME", "two words"),
         ("WORKER_NAME", "http:me"),
         ("WORKER_NAME", "n" * 120),

@@ -99,10 +99,12 @@ def check_schema(value: object) -> object:
     if not (
         isinstance(value, str)
         and 1 <= len(_bytes(value)) <= _MAX_SCHEMA_BYTES
-        and "\x00" not in value
+        and not set(value) & set("\x00'{}")  # our SQL names the sequence of fences inside a string
         and not value.startswith("pg_")
     ):
-        raise ValueError(f"must be the name of a schema, at most {_MAX_SCHEMA_BYTES} bytes, not beginning with pg_")
+        raise ValueError(
+            f"must be the name of a schema, at most {_MAX_SCHEMA_BYTES} bytes, without ' {{ }}, not beginning with pg_"
+        )
     return value
 
 
