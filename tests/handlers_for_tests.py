@@ -28,7 +28,7 @@ LEDGER = "INSERT INTO ledger (job_id, fence) VALUES ($1, $2)"
 handlers = Handlers()
 
 
-async def fails(*_: object, **__: object) -> None:
+def fails(*_: object, **__: object) -> None:
     raise ZeroDivisionError("a bug for the test")
 
 

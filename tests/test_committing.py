@@ -7,14 +7,14 @@ import itertools
 import pytest
 
 from worker.committing import STATEMENTS_A_GROUP, Caution, Finished, blame, group, newest_of_each_job
-from worker.domain import AlreadyApplied, ClaimedJob, Effect, Succeeded
+from worker.domain import AlreadyApplied, ClaimedJob, CodePlace, Effect, Succeeded
 from worker.holding import Held, Holdings
 
 _ids = itertools.count(1)
 
 
 def effect(sql: str, *arguments: object, alone: bool = False) -> Effect:
-    return Effect(sql=sql, arguments=arguments, alone=alone, number=1, called_from="app.py:1")
+    return Effect(sql=sql, arguments=arguments, alone=alone, number=1, called_from=CodePlace("app.py", 1))
 
 
 def finished(*effects: Effect, id: int | None = None, fence: int | None = None) -> Finished:

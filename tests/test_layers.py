@@ -56,8 +56,8 @@ FLOORS: dict[int, set[str]] = {
 MAY_LOOK_UP = {
     # Health is a file format, beside being a composition root's business: the watch writes its heartbeats.
     ("worker.watch", "worker.health"),
-    # A type only: what the keeper's leases belong to.
-    ("worker.holding", "worker.job"),
+    # A type only: what failure hooks are told about.
+    ("worker.committing", "worker.job"),
 }
 
 ONLY_STORE = {"asyncpg"}

@@ -572,7 +572,7 @@ def test_wrong_usage_is_status_2(workplace: Workplace) -> None:
     assert workplace.daemon("--no-such-option", ready=False).wait() == 2
 
 
-@pytest.mark.parametrize("where", ["committer:Committer._write", "pool:Pool._attempt"])
+@pytest.mark.parametrize("where", ["committer:Committer._write", "pool:Pool._start", "attempt:Attempt._outcome"])
 def test_a_bug_ends_the_process_in_order(workplace: Workplace, where: str) -> None:
     """Guarantee 6: status 1, and the jobs it held are there for the next one."""
     waiting = [workplace.add("nap", max_attempts=2) for _ in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import socket
@@ -90,6 +91,7 @@ def assemble(
     is_stopping: Callable[[], bool],
     on_beat: Callable[[], None],
     on_alive: Callable[[], None],
+    on_bug: Callable[[str, Exception], None],
 ) -> Parts:
     """Make the parts. Call it in the loop of the handlers."""
     lease = Lease(of.lease_seconds, of.lease_margin_seconds)
@@ -104,7 +106,7 @@ def assemble(
         statement_timeout_seconds=of.claim_timeout_seconds * 0.8,
         settings=claiming.CLAIM_SETTINGS,
     )
-    commit_lane = Lane(database, committer.ROLE, settings=committer.COMMIT_SETTINGS)
+    commit_lane, second_commit_lane = (Lane(database, committer.ROLE, settings=committer.COMMIT_SETTINGS) for _ in range(2))
     lease_lane = Lane(
         database,
         keeper.ROLE,
@@ -141,6 +143,7 @@ def assemble(
     the_committer = Committer(
         database,
         commit_lane,
+        second_commit_lane,
         owner=process_id,
         holdings=holdings,
         backoff=Backoff(of.backoff_base_seconds, of.backoff_max_seconds),
@@ -151,6 +154,7 @@ def assemble(
         work_loop=asyncio.get_running_loop(),
         rights_loop=rights.loop,
         on_failed=(lambda job, error, will_retry: pool.failed(job, error, will_retry)) if handlers.failure_hooks else None,
+        on_room=lambda: pool.fill(),
         on_trouble=on_trouble,
     )
     pool = Pool(
@@ -168,6 +172,7 @@ def assemble(
         committer=the_committer,
         job_timeout_seconds=of.job_timeout_seconds,
         deaf_seconds=of.lease_margin_seconds,
+        on_bug=lambda error: on_bug("worker", error),
     )
     the_claimer = pool.claimer = Claimer(
         database,
@@ -182,6 +187,13 @@ def assemble(
         poll_seconds=of.poll_seconds,
         on_trouble=on_trouble,
     )
+    loop = asyncio.get_running_loop()
+
+    def suspect_gone() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(the_claimer.suspect_ended)
+
+    holdings.on_suspect_gone = suspect_gone
     the_reaper = Reaper(
         database,
         reap_lane,
@@ -230,5 +242,5 @@ def assemble(
         committer=the_committer,
         watch=watch,
         lanes_here=(claim_lane, reap_lane, listen_lane),
-        lanes_there=(commit_lane, lease_lane),
+        lanes_there=(commit_lane, second_commit_lane, lease_lane),
     )

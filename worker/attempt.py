@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from worker import events, logs
 from worker.clock import local_seconds
@@ -37,102 +37,110 @@ if TYPE_CHECKING:
 
 _LOST: frozenset[CancelReason | None] = frozenset({"lease_lost", "lease_untrusted", "cancelled"})
 _EARLY_SECONDS = 0.001  # timers may fire this much before their time
+_SOON_SECONDS = 0.05
+
+
+class Host(Protocol):
+    """What an attempt needs of the pool that runs it."""
+
+    surroundings: Surroundings
+    loop: asyncio.AbstractEventLoop
+    executor: Executor
+    deaf_seconds: float
+    """How long a handler that was told to stop may take before its outcome is decided without it."""
+
+    def decided(self, attempt: Attempt, outcome: Outcome) -> None:
+        """What an attempt came to; its handler may not have ended."""
+
+    def ended(self, attempt: Attempt, error: Exception | None) -> None:
+        """A handler has really ended: its slot is free. `error`: a bug of ours."""
 
 
 class Attempt:
-    """One run of a handler. `await outcome()`, hand it over, then `await ended()` before the slot is used again."""
+    """One run of a handler: `run` is its task. The pool hears of its outcome (`decided`) and of its real end (`ended`)."""
 
-    def __init__(
-        self,
-        held: Held,
-        kind: Kind[object],
-        *,
-        surroundings: Surroundings,
-        resources: object,
-        timeout_seconds: float,
-        deaf_seconds: float,
-        executor: Executor,
-    ) -> None:
+    __slots__ = (
+        "_deadline",
+        "_is_decided",
+        "_kind",
+        "_pool",
+        "_resources",
+        "_timeout_seconds",
+        "_timer",
+        "held",
+        "job",
+        "reason",
+        "task",
+    )
+
+    def __init__(self, pool: Host, held: Held, kind: Kind[object], resources: object, timeout_seconds: float) -> None:
         self.held = held
+        self.job: Job[object] | None = None
+        """What the handler sees, from the moment it is made."""
         self.reason: CancelReason | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._pool = pool
         self._kind = kind
-        self._surroundings = surroundings
         self._resources = resources
         self._timeout_seconds = timeout_seconds
-        self._deaf_seconds = deaf_seconds
-        self._executor = executor
-        self._loop = asyncio.get_running_loop()
-        self._decided: asyncio.Future[Outcome] = self._loop.create_future()
-        self._job: Job[object] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._deadline = held.started_at + timeout_seconds
+        self._is_decided = False
         self._timer: asyncio.TimerHandle | None = None
-        self._deadline = 0.0
 
     @property
     def is_over(self) -> bool:
         """True once the handler has really ended."""
-        return self._task is None or self._task.done()
+        return self.task is None or self.task.done()
 
-    async def outcome(self) -> Outcome:
-        """Run the handler; what the attempt came to. The handler may still be running if it could not be stopped."""
-        held = self.held
-        held.started_at = local_seconds()
-        self._deadline = held.started_at + self._timeout_seconds
-        # Before the payload is read: `on_failure` is told of an unreadable one as well.
-        self._job = held.job_object = Job[object](
-            held,
-            None,
-            resources=self._resources,
-            surroundings=self._surroundings,
-            deadline=self._deadline,
-            in_thread=not self._kind.is_async,
-        )
+    # --- the handler's task
+
+    async def run(self) -> None:
+        """Run the handler and decide what the attempt came to, unless it has been decided without it by then."""
+        bug: Exception | None = None
         try:
-            self._job.payload = self._kind.read(held.job.payload)
+            if not self._is_decided:  # told to stop before this task's first step
+                self._decide(await self._outcome())
+        except Exception as error:
+            bug = error
+        finally:
+            self._pool.ended(self, bug)
+
+    async def _outcome(self) -> Outcome:
+        held, kind = self.held, self._kind
+        if held.lost is not None:
+            return Abandoned(reason=held.lost)
+        surroundings = self._pool.surroundings
+        if not surroundings.may_start():
+            return Released(reason="not_started")
+        now = local_seconds()
+        if now >= held.trusted_until:
+            return Abandoned(reason="lease_untrusted")
+        # Before the payload is read: `on_failure` is told of an unreadable one as well.
+        job: Job[object] = Job(held, self._resources, surroundings, self._deadline, in_thread=not kind.is_async)
+        self.job = job
+        try:
+            job.payload = kind.read(held.job.payload)
         except Exception as error:
             return failure(error)
         held.renew_until = self._deadline
         held.on_lost = self._lost_elsewhere
-        self._task = self._loop.create_task(self._run(), name=f"attempt {held.job.id}/{held.job.fence}")
-        self._watch()
-        try:
-            return await self._decided
-        finally:
-            held.on_lost = None
-            if self._timer is not None:
-                self._timer.cancel()
-
-    async def ended(self) -> None:
-        """Wait until the handler has really ended."""
-        if self._task is not None and not self._task.done():
-            await asyncio.wait({self._task})
-
-    # --- the handler's task
-
-    async def _run(self) -> None:
-        held, job = self.held, self._job
-        assert job is not None
-        if held.lost is not None:
-            return self._decide(Abandoned(reason=held.lost))
-        if not self._surroundings.may_start():
-            return self._decide(Released(reason="not_started"))
-        if local_seconds() >= held.trusted_until:
-            return self._decide(Abandoned(reason="lease_untrusted"))
         held.phase = Phase.RUNNING
+        if min(held.trusted_until, self._deadline) - now < _SOON_SECONDS:
+            self.watch()  # the pool does it for the others, a little later
         try:
-            if self._kind.is_async:
-                value = await self._kind.function(job)  # type: ignore[misc]  # is_async says that it is awaitable
+            if kind.is_async:
+                value = await kind.function(job)  # type: ignore[misc]  # is_async says that it is awaitable
             else:
                 context = contextvars.copy_context()
-                value, error = await self._loop.run_in_executor(self._executor, context.run, _in_thread, self._kind, job)
-                if error is not None:
-                    return self._decide(self._raised(job, error))
-            outcome = self._returned(job, value)
+                executor = self._pool.executor
+                value, raised = await self._pool.loop.run_in_executor(executor, context.run, _in_thread, kind, job)
+                if raised is not None:
+                    return self._raised(job, raised)
+            return self._returned(job, value)
         except BaseException as error:
             # The edge of the user's code. A cancellation ends here because this task is the attempt, and whoever cancels it
             # (only this class does) wants an outcome; SystemExit and KeyboardInterrupt are that job's failure.
-            outcome = self._raised(job, error)
-        return self._decide(outcome)
+            return self._raised(job, error)
 
     def _returned(self, job: Job[object], value: object) -> Outcome:
         if job._committed:
@@ -145,7 +153,7 @@ class Attempt:
             result = None if value is None else encode_json(value, "result")
         except (TypeError, ValueError) as error:
             return failure(error)
-        return Succeeded(result=result, effects=tuple(job._effects))
+        return Succeeded(result, tuple(job._effects) if job._effects else ())
 
     def _raised(self, job: Job[object], error: BaseException) -> Outcome:
         if job._committed:
@@ -182,24 +190,30 @@ class Attempt:
         return failure(late, outcome="timeout")
 
     def _decide(self, outcome: Outcome) -> None:
-        if not self._decided.done():
-            self._decided.set_result(outcome)
+        if self._is_decided:
+            return
+        self._is_decided = True
+        self.held.on_lost = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._pool.decided(self, outcome)
 
     # --- being told to stop
 
     def stop(self, reason: CancelReason) -> None:
         """Tell the handler to stop. The first reason stays, except that a lost lease overrules a shutdown."""
-        if self._decided.done() or self._task is None:
+        if self._is_decided or self.task is None:
             return
-        assert self._job is not None
         if self.reason is None or (self.reason == "shutdown" and reason in _LOST):
-            self.reason = self._job.cancel_reason = reason
+            self.reason = reason
+            if self.job is not None:
+                self.job.cancel_reason = reason
         if self.held.phase is Phase.WAITING:  # a task that is cancelled before its first step never takes it
             self._decide(Released(reason="not_started") if reason == "shutdown" else Abandoned(reason=reason))
-        if self._kind.is_async:
-            self._task.cancel(reason)
+        elif self._kind.is_async:
+            self.task.cancel(reason)
             if reason == "timeout":
-                self._timer = self._loop.call_later(self._deaf_seconds, self._give_up)
+                self._timer = self._pool.loop.call_later(self._pool.deaf_seconds, self._give_up)
             elif reason in _LOST:
                 self._decide_lost(reason)
         else:
@@ -207,8 +221,8 @@ class Attempt:
 
     def _give_up(self) -> None:
         """Decide without the handler, which has not ended: it can write nothing any more."""
-        assert self._job is not None
-        if self._job._committed or self.held.phase is Phase.OWN_TRANSACTION:
+        assert self.job is not None
+        if self.job._committed or self.held.phase is Phase.OWN_TRANSACTION:
             return  # its COMMIT decides
         if self.reason == "timeout":
             self._decide(self._timed_out())
@@ -216,35 +230,35 @@ class Attempt:
             self._decide_lost(self.reason)
 
     def _decide_lost(self, reason: CancelReason | None) -> None:
-        assert self._job is not None
+        assert self.job is not None
         assert reason is not None
-        if not self._job._committed and self.held.phase is not Phase.OWN_TRANSACTION:
+        if not self.job._committed and self.held.phase is not Phase.OWN_TRANSACTION:
             self._decide(Abandoned(reason=reason))
 
     def _lost_elsewhere(self, reason: CancelReason) -> None:
         """Called by the keeper's thread."""
         try:
-            self._loop.call_soon_threadsafe(self.stop, reason)
+            self._pool.loop.call_soon_threadsafe(self.stop, reason)
         except RuntimeError:
             pass  # the loop has ended, and the handler with it
 
     def is_behind(self, blocking: asyncio.Task[object]) -> bool:
         """Whether this handler cannot go on while `blocking`, which is not its own, blocks the loop. From any thread."""
-        return self._kind.is_async and self.held.phase is Phase.RUNNING and self._task is not blocking and not self._decided.done()
+        return self._kind.is_async and self.held.phase is Phase.RUNNING and self.task is not blocking and not self._is_decided
 
     def runs_in(self, task: asyncio.Task[object]) -> bool:
-        return self._task is task
+        return self.task is task
 
     def look_again(self) -> None:
         """The host has slept: timers did not count that time, the trust in a lease does."""
         if self.reason in (None, "shutdown"):  # else it has been told already, and the timer is not this one
             if self._timer is not None:
                 self._timer.cancel()
-            self._watch()
+            self.watch()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Stop the handler at its time-out, or when the lease is no longer trusted; look again if the trust has moved on."""
-        if self._decided.done() or self._task is None:
+        if self._is_decided:
             return
         now = local_seconds() + _EARLY_SECONDS
         if now >= self._deadline:
@@ -258,7 +272,7 @@ class Attempt:
             until = min(until, self.held.trusted_until)
         else:
             until = min(until, now + 1.0)  # the trust counts again if that transaction rolls back
-        self._timer = self._loop.call_later(until - now + _EARLY_SECONDS, self._watch)
+        self._timer = self._pool.loop.call_later(until - now + _EARLY_SECONDS, self.watch)
 
 
 def _in_thread(kind: Kind[object], job: Job[object]) -> tuple[object, BaseException | None]:

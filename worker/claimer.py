@@ -1,9 +1,9 @@
 """The claimer: one a process, it turns free slots into claimed jobs.
 
 It asks for the free slots plus what all slots could finish while the answer travels (Little: slots / seconds a job x round trip
-x 2), so that long jobs are never claimed early and short ones never waited for. Each place (queue and priority) has a cursor; what
-sorts before it (late commits, released and reaped jobs) and new places are found by a survey of the index from its start: as often
-as it is cheap (5 % of the time), and every 5 s at least.
+x 2, and at least AHEAD_SECONDS' worth: large claims cost less a job), so that long jobs are never claimed early and short ones
+never waited for. Each place (queue and priority) has a cursor; what sorts before it (late commits, released and reaped jobs) and
+new places are found by a survey of the index from its start: as often as it is cheap (5 % of the time), and every 5 s at least.
 
 Without work it says that it is hungry, looks once more, and waits: for a notification, a freed slot, the next due job, or the poll.
 """
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SATED_SECONDS = 1.0
 """While every slot is taken it makes a pass this often all the same: who watches it takes a silent loop for a stuck one."""
+AHEAD_SECONDS = 0.03
 SURPLUS_SECONDS = 1.0
 HUNGRY_AFTER_SECONDS = 0.1
 HUNGRY_FLIP_SECONDS = 1.0
@@ -65,7 +66,7 @@ class Slots(Protocol):
         """Release the last so many of the waiting jobs, unstarted."""
 
     def suspect_runs(self) -> bool:
-        """Whether a job that lost a process before is among those held."""
+        """Whether the handler of a job that lost a process before has not ended."""
 
     def put(self, jobs: list[Held]) -> None:
         """Jobs to run, in this order."""
@@ -187,17 +188,12 @@ class Claimer:
         return wish if wish >= enough else 0
 
     def _ahead(self) -> int:
-        if (
-            self._batch == 1
-            or self._slots.is_full()
-            or self._slots.suspect_runs()
-            or self._slots.waiting_bytes() >= PAYLOAD_BYTES_AHEAD
-        ):
+        if self._batch == 1 or self._slots.is_full() or self._has_suspect() or self._slots.waiting_bytes() >= PAYLOAD_BYTES_AHEAD:
             return 0
         if self._places.suspect() is not None:
             return 0  # let the inbox run empty, so that a suspect takes nobody with it
         jobs_a_second = self._slots.workers / max(self._slot_seconds, 1e-6)
-        return min(int(jobs_a_second * self._round_trip_seconds * 2), 2 * self._batch)
+        return min(int(jobs_a_second * max(self._round_trip_seconds * 2, AHEAD_SECONDS)), 2 * self._batch)
 
     def _give_back_surplus(self) -> None:
         """Jobs that were claimed ahead of quick ones and have waited behind slow ones for a while: others may be free for them."""
@@ -313,7 +309,7 @@ class Claimer:
     async def _claim_suspect(self, connection: Connection) -> int:
         """One suspect at a time, and only when nothing waits beside it."""
         place = self._places.suspect()
-        if place is None or self._slots.suspect_runs() or self._slots.waiting() > 0:
+        if place is None or self._has_suspect() or self._slots.waiting() > 0:
             return 0
         sent_at = local_seconds()
         claim = claiming.claim_suspect(
@@ -330,6 +326,9 @@ class Claimer:
         self._places.suspects.remove(place)
         self._take(jobs, sent_at)
         return len(jobs)
+
+    def _has_suspect(self) -> bool:
+        return self._slots.suspect_runs() or self._holdings.has_suspect
 
     def suspect_ended(self) -> None:
         """There may be another one, and what is claimed ahead may grow again: look at once."""

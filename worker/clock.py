@@ -8,12 +8,14 @@ machine does not wake up trusting leases that have long passed on.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 _BOOTTIME: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+# Read several times a job.
+_read: Callable[[], float] = time.monotonic if _BOOTTIME is None else partial(time.clock_gettime, _BOOTTIME)
 
 
 def local_seconds() -> float:
     """Seconds since some moment in the past; only differences mean anything."""
-    if _BOOTTIME is None:
-        return time.monotonic()
-    return time.clock_gettime(_BOOTTIME)
+    return _read()

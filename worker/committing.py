@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from worker.domain import AlreadyApplied, Effect, Outcome, Succeeded
 from worker.holding import Held
+
+if TYPE_CHECKING:
+    from worker.job import Job
 
 STATEMENTS_A_GROUP = 300
 """Jobs with several effects run one after the other, a round trip each: bounds how long a group holds its locks."""
@@ -24,6 +27,8 @@ class Finished:
     held: Held
     outcome: Outcome
     duration_ms: float
+    job: Job[object] | None = None
+    """What the handler saw, for `on_failure`."""
     tries: int = 0
     """Conflicts that its own effects have run into so far."""
     waits: int = 0
@@ -118,6 +123,8 @@ class Grouping(NamedTuple):
 def group(finished: Sequence[Finished], caution: Caution, largest: int) -> Grouping:
     """Split completions into transactions. Together: jobs whose effects only write rows. Alone: a job that reads or sets
     something (SELECT, set_config), since what it sees or leaves would not be what it had seen alone."""
+    if not caution.is_active and all(_is_simple(one.outcome) for one in finished):
+        return Grouping([list(finished[at : at + largest]) for at in range(0, len(finished), largest)], [])
     clean: list[list[Finished]] = []
     alone: list[list[Finished]] = []
     shared = _Open()
@@ -146,6 +153,14 @@ def group(finished: Sequence[Finished], caution: Caution, largest: int) -> Group
     if shared.members:
         clean.append(shared.members)
     return Grouping(clean + alone, filled + list(careful.values()))
+
+
+def _is_simple(outcome: Outcome) -> bool:
+    """No effect, or one that only writes rows."""
+    if not isinstance(outcome, Succeeded):
+        return True
+    effects = outcome.effects
+    return not effects or (len(effects) == 1 and not effects[0].alone)
 
 
 Blame = Literal["job", "company", "database", "nobody"]
@@ -178,6 +193,8 @@ def blame(state: str | None, *, statement_of_job: bool, alone: bool, result_at_f
 
 def newest_of_each_job(finished: Sequence[Finished]) -> tuple[list[Finished], list[Finished]]:
     """At most one attempt of a job goes into a group: the newest; older ones have lost their lease."""
+    if len({one.held.job.id for one in finished}) == len(finished):
+        return list(finished), []
     newest: dict[int, Finished] = {}
     stale: list[Finished] = []
     for one in finished:

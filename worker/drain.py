@@ -57,12 +57,12 @@ class Drain:
         self.has_deaf = False
         """Some handler did not end: its task or thread outlives the drain."""
 
-    async def run(self, claiming_task: asyncio.Task[None], working: list[asyncio.Task[None]]) -> None:
-        """Stop these tasks in order. Returns within what is left of the grace plus the budget."""
+    async def run(self, claiming_task: asyncio.Task[None]) -> None:
+        """Stop the loops in order. Returns within what is left of the grace plus the budget."""
         pool = self._parts.pool
         self._parts.claimer.stop()
         pool.stop_starting()
-        ended = asyncio.ensure_future(asyncio.wait(working))
+        ended = asyncio.create_task(pool.emptied(), name="emptied")
         hurried = asyncio.create_task(self._hurry.wait(), name="hurry")
         await asyncio.wait({ended, hurried}, timeout=_left(self._grace_until), return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
@@ -80,8 +80,7 @@ class Drain:
                 await pool.hooks_ended()
         except TimeoutError:
             pass  # closing the pool cancels them
-        for task in (*working, claiming_task):
-            task.cancel()
+        claiming_task.cancel()
         ended.cancel()
 
     async def _finish_writing(self, deadline: float) -> None:

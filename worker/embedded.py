@@ -71,6 +71,7 @@ class Worker:
         self._on_waiting = on_waiting
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._has_spare_connection = False
         self._ready = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self.parts: Parts | None = None
@@ -221,7 +222,9 @@ class Worker:
                 await schema.verify(connection, self.settings.schema_name)
                 await waiting.verify_session(connection, self._database)
                 lanes = waiting.LANES if self._listen_database is self._database else waiting.LANES - 1
-                await waiting.verify_room(connection, self._database, pool_size=self.settings.pool_size, lanes=lanes)
+                self._has_spare_connection = await waiting.verify_room(
+                    connection, self._database, pool_size=self.settings.pool_size, lanes=lanes
+                )
         finally:
             await close_quietly(connection, local_seconds() + 1.0)
 
@@ -260,18 +263,17 @@ class Worker:
             is_stopping=lambda: self.is_stopping,
             on_beat=self._on_beat,
             on_alive=self._on_alive,
+            on_bug=self._stop_for_a_bug,
         )
         self.parts = parts
         rights.spawn("keeper", lambda: self._guard("keeper", parts.keeper.run()))
         rights.spawn("committer", lambda: self._guard("committer", parts.committer.run()))
+        if self._has_spare_connection:
+            rights.spawn("second committer", lambda: self._guard("second committer", parts.committer.run_beside()))
         rights.spawn("watch", lambda: self._guard("watch", parts.watch.run()))
         try:
             async with asyncio.TaskGroup() as group:
                 claiming_task = group.create_task(self._guard("claimer", parts.claimer.run()), name="claimer")
-                working = [
-                    group.create_task(self._guard("worker", parts.pool.work()), name=f"worker {number}")
-                    for number in range(self.settings.workers)
-                ]
                 helpers = [
                     group.create_task(self._guard("reaper", parts.reaper.run()), name="reaper"),
                     group.create_task(self._guard("listener", parts.listener.run()), name="listener"),
@@ -280,7 +282,7 @@ class Worker:
                 if self._burst:
                     helpers.append(group.create_task(self._guard("burst", self._end_of_burst(parts)), name="burst"))
                 await self._stop.wait()
-                await self._drain(parts, claiming_task, working)
+                await self._drain(parts, claiming_task)
                 for helper in helpers:
                     helper.cancel()
         finally:
@@ -291,9 +293,12 @@ class Worker:
         try:
             await loop
         except Exception as error:
-            logs.emit(events.INTERNAL_ERROR, where=name, exception=error)
-            self.status = 1
-            self.call_soon(lambda: self.request_stop(f"internal error in {name}"))
+            self._stop_for_a_bug(name, error)
+
+    def _stop_for_a_bug(self, name: str, error: Exception) -> None:
+        logs.emit(events.INTERNAL_ERROR, where=name, exception=error)
+        self.status = 1
+        self.call_soon(lambda: self.request_stop(f"internal error in {name}"))
 
     async def _tell_ready(self, the_claimer: Claimer) -> None:
         await the_claimer.first_pass.wait()
@@ -317,7 +322,7 @@ class Worker:
             except DATABASE_ERRORS:
                 continue
 
-    async def _drain(self, parts: Parts, claiming_task: asyncio.Task[None], working: list[asyncio.Task[None]]) -> None:
+    async def _drain(self, parts: Parts, claiming_task: asyncio.Task[None]) -> None:
         of = self.settings
         logs.emit(
             events.SHUTDOWN_STARTED,
@@ -336,7 +341,7 @@ class Worker:
             budget_seconds=self.budget_seconds,
             hurry=self._hurry,
         )
-        await drain.run(claiming_task, working)
+        await drain.run(claiming_task)
         self.status = self.status or drain.status
         self.has_deaf = drain.has_deaf
         self._close_until = drain.close_until

@@ -80,6 +80,7 @@ class Kind(Generic[P]):
         called = (self.function, type(self.function).__call__)
         self.is_async = any(inspect.iscoroutinefunction(inspect.unwrap(one)) for one in called)
         self._adapter: TypeAdapter[P] | None = None if payload is None else TypeAdapter(payload)
+        self._validate_json = None if self._adapter is None else self._adapter.validator.validate_json
 
     def __call__(self, job: Job[P]) -> object:
         return self.function(job)
@@ -90,9 +91,7 @@ class Kind(Generic[P]):
     def read(self, text: str) -> P:
         """The payload of a row. Raises PayloadError."""
         try:
-            if self._adapter is not None:
-                return self._adapter.validate_json(text)
-            return cast(P, decode_json(text))
+            return cast(P, decode_json(text) if self._validate_json is None else self._validate_json(text))
         except ValidationError as error:
             faults = error.errors(include_url=False, include_input=False, include_context=False)
             lines = [f"{'.'.join(map(str, fault['loc'])) or 'payload'}: {fault['msg']}" for fault in faults[:10]]

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from worker.domain import CancelReason, ClaimedJob
-
-if TYPE_CHECKING:
-    from worker.job import Job
 
 
 class Phase(enum.Enum):
@@ -29,7 +25,6 @@ class Held:
 
     __slots__ = (
         "job",
-        "job_object",
         "lost",
         "on_lost",
         "phase",
@@ -50,8 +45,6 @@ class Held:
         self.renew_until: float | None = None
         """Local moment after which a running handler's lease is no longer renewed (its own time-out)."""
         self.started_at = 0.0
-        self.job_object: Job[object] | None = None
-        """What the handler saw, for `on_failure`."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -72,6 +65,9 @@ class Holdings:
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], Held] = {}
         self._newest: dict[int, Held] = {}
+        self._suspects: set[tuple[int, int]] = set()
+        self.on_suspect_gone: Callable[[], None] | None = None
+        """Called, in whatever thread settles it, once a job that lost a process before is held no more."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -88,6 +84,8 @@ class Holdings:
         if older is not None:
             older.lose("lease_lost")
         self._held[held.job[:2]] = held
+        if held.job.crashes > 0:
+            self._suspects.add(held.job[:2])
         self._newest[held.job.id] = held
 
     def remove(self, held: Held) -> None:
@@ -95,6 +93,15 @@ class Holdings:
         self._held.pop(held.job[:2], None)
         if self._newest.get(held.job.id) is held:
             del self._newest[held.job.id]
+        if held.job.crashes > 0:
+            self._suspects.discard(held.job[:2])
+            if self.on_suspect_gone is not None:
+                self.on_suspect_gone()
+
+    @property
+    def has_suspect(self) -> bool:
+        """Whether a job that lost a process before is held: until its outcome is written, a crash would count against it."""
+        return bool(self._suspects)
 
     def keys(self) -> list[tuple[int, int]]:
         return list(self._held)

@@ -6,12 +6,11 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime
-from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from worker import logs, owntransaction
 from worker.clock import local_seconds
-from worker.domain import CancelReason, Effect
+from worker.domain import CancelReason, CodePlace, Effect
 from worker.domain_json import encode_json
 from worker.effect_sql import must_be_alone
 from worker.errors import LeaseLost
@@ -52,26 +51,25 @@ class Surroundings:
 class Job(Generic[P]):
     """One attempt of one job. Its names are the row's; `attempt` is 1 at the first claim."""
 
-    def __init__(
-        self,
-        held: Held,
-        payload: P,
-        *,
-        resources: object,
-        surroundings: Surroundings,
-        deadline: float,
-        in_thread: bool,
-    ) -> None:
-        row = held.job
-        self.id: int = row.id
-        self.key: str = row.key
-        self.kind: str = row.kind
-        self.queue: str = row.queue
-        self.attempt: int = row.attempt
-        self.max_attempts: int = row.max_attempts
-        self.fence: int = row.fence
-        """The fencing token of this attempt; it rises over all jobs and named leases."""
-        self.payload: P = payload
+    __slots__ = (
+        "__weakref__",
+        "_committed",
+        "_connections",
+        "_deadline",
+        "_effects",
+        "_held",
+        "_in_thread",
+        "_log",
+        "_surroundings",
+        "_transaction_used",
+        "cancel_reason",
+        "payload",
+        "resources",
+        "result",
+    )
+
+    def __init__(self, held: Held, resources: object, surroundings: Surroundings, deadline: float, *, in_thread: bool) -> None:
+        self.payload: P = None  # type: ignore[assignment]  # the attempt reads it: None is what `on_failure` sees if it cannot
         self.resources = resources
         """What the lifespan of the handlers yielded."""
         self.result: object = None
@@ -82,10 +80,43 @@ class Job(Generic[P]):
         self._surroundings = surroundings
         self._deadline = deadline
         self._in_thread = in_thread
-        self._effects: list[Effect] = []
+        self._effects: list[Effect] | None = None
         self._connections = 0
         self._transaction_used = False
         self._committed = False
+        self._log: logs.JobLogger | None = None
+
+    # --- the row
+
+    @property
+    def id(self) -> int:
+        return self._held.job.id
+
+    @property
+    def key(self) -> str:
+        return self._held.job.key
+
+    @property
+    def kind(self) -> str:
+        return self._held.job.kind
+
+    @property
+    def queue(self) -> str:
+        return self._held.job.queue
+
+    @property
+    def attempt(self) -> int:
+        """1 at the first claim."""
+        return self._held.job.attempt
+
+    @property
+    def max_attempts(self) -> int:
+        return self._held.job.max_attempts
+
+    @property
+    def fence(self) -> int:
+        """The fencing token of this attempt; it rises over all jobs and named leases."""
+        return self._held.job.fence
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.kind} attempt {self.attempt} fence {self.fence}>"
@@ -156,11 +187,12 @@ class Job(Generic[P]):
         sql, arguments = follow_up(self._surroundings.database, job)
         self._record(sql, arguments, False, _caller())
 
-    def _record(self, sql: str, arguments: tuple[object, ...], alone: bool, called_from: str) -> None:
+    def _record(self, sql: str, arguments: tuple[object, ...], alone: bool, called_from: CodePlace) -> None:
         if self._transaction_used:
             raise RuntimeError("job.effect and job.enqueue are for handlers without job.transaction(): run the statement on `tx`")
-        number = len(self._effects) + 1
-        self._effects.append(Effect(sql=sql, arguments=arguments, alone=alone, number=number, called_from=called_from))
+        if self._effects is None:
+            self._effects = []
+        self._effects.append(Effect(sql, arguments, alone, len(self._effects) + 1, called_from))
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Connection]:
@@ -205,12 +237,14 @@ class Job(Generic[P]):
 
     # --- logs
 
-    @cached_property
+    @property
     def log(self) -> logs.JobLogger:
         """A logger whose lines carry this job's id, kind, queue, attempt and fence."""
-        return logs.job_logger(job_id=self.id, kind=self.kind, queue=self.queue, attempt=self.attempt, fence=self.fence)
+        if self._log is None:
+            self._log = logs.job_logger(**self._held.job.log_fields())
+        return self._log
 
 
-def _caller() -> str:
+def _caller() -> CodePlace:
     frame = sys._getframe(2)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return CodePlace(frame.f_code.co_filename, frame.f_lineno)

@@ -20,6 +20,21 @@ class LastWord:
     def __init__(self, holdings: Holdings, on_failed: FailureListener | None) -> None:
         self._holdings = holdings
         self._on_failed = on_failed
+        self._untold: list[Finished] = []
+
+    def succeeded(self, one: Finished) -> None:
+        """Done: nothing is renewed any more. It is told with others by the next `tell`."""
+        self._holdings.remove(one.held)
+        self._untold.append(one)
+
+    def tell(self) -> None:
+        """Log those that have succeeded."""
+        if self._untold:
+            untold, self._untold = self._untold, []
+            if logs.is_on(events.JOB_SUCCEEDED):
+                logs.emit_each(
+                    events.JOB_SUCCEEDED, [{**one.held.job.log_fields(), "duration_ms": one.duration_ms} for one in untold]
+                )
 
     def end(self, one: Finished, event: Event, **fields: object) -> None:
         """Settled: nothing is renewed any more, and everybody may know."""
@@ -44,7 +59,7 @@ class LastWord:
                     exception=failed.detail,
                     **fields,
                 )
-                job = one.held.job_object
+                job = one.job
                 if self._on_failed is not None and job is not None and failed.exception is not None:
                     self._on_failed(job, failed.exception, not dead)
             case Snoozed():

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import orjson
@@ -63,6 +63,23 @@ def json_line(identity: Identity, level: str, event: str, fields: Fields) -> byt
             names = ", ".join(safe_text(name) for name in list(fields)[:_MAX_ITEMS])
             line = orjson.dumps(_safe({**head, "cut": f"too much to log: {names}"}), option=_OPTIONS)
     return line
+
+
+def json_lines(identity: Identity, level: str, event: str, many: Sequence[Fields]) -> bytes:
+    """The same event of several, told at one moment, as one piece."""
+    head = {
+        "timestamp": timestamp(),
+        "level": level,
+        "event": event,
+        "worker": identity.worker,
+        "pid": identity.pid,
+        "version": identity.version,
+    }
+    try:
+        start = orjson.dumps(head, option=_OPTIONS)[:-2] + b","  # without its brace and newline
+        return b"".join([start + orjson.dumps(fields, option=_OPTIONS)[1:] for fields in many])
+    except Exception:
+        return b"".join(json_line(identity, level, event, fields) for fields in many)
 
 
 def console_line(identity: Identity, level: str, event: str, fields: Fields) -> bytes:

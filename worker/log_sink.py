@@ -36,7 +36,8 @@ class Sink:
         # Re-entrant, since a garbage collection inside the block may log through __del__.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._lines: deque[bytes] = deque()
+        self._lines: deque[tuple[bytes, int]] = deque()
+        self._waiting = 0
         self._bytes = 0
         self._dropped = 0
         self._writing = False
@@ -45,14 +46,13 @@ class Sink:
         """The last line could not be written: saying so would only fail again."""
         self._thread: threading.Thread | None = None
 
-    def put(self, line: bytes) -> None:
-        """Queue one line, its newline included, or count it as dropped."""
+    def put(self, text: bytes, lines: int = 1) -> None:
+        """Queue so many lines, their newlines included, or count them as dropped."""
         with self._lock:
-            if len(self._lines) >= MAX_QUEUED_LINES or self._bytes + len(line) > MAX_QUEUED_BYTES:
-                self._dropped += 1
+            if self._waiting + lines > MAX_QUEUED_LINES or self._bytes + len(text) > MAX_QUEUED_BYTES:
+                self._dropped += lines
             else:
-                self._lines.append(line)
-                self._bytes += len(line)
+                self._append(text, lines)
             if self._asleep:
                 self._asleep = False
                 self._changed.notify_all()
@@ -89,8 +89,12 @@ class Sink:
     def _tell_dropped(self) -> None:
         line = self._dropped_line(self._dropped)
         self._dropped = 0
-        self._lines.append(line)
-        self._bytes += len(line)
+        self._append(line, 1)
+
+    def _append(self, text: bytes, lines: int) -> None:
+        self._lines.append((text, lines))
+        self._waiting += lines
+        self._bytes += len(text)
 
     def _take(self) -> tuple[bytes, int]:
         """The next lines, at least one, as one piece, and how many they are."""
@@ -103,16 +107,19 @@ class Sink:
                 self._changed.wait()
             self._asleep = False
             taken: list[bytes] = []
-            size = 0
-            while self._lines and (not taken or size + len(self._lines[0]) <= _WRITE_BYTES):
-                taken.append(self._lines.popleft())
-                size += len(taken[-1])
+            size = count = 0
+            while self._lines and (not taken or size + len(self._lines[0][0]) <= _WRITE_BYTES):
+                text, lines = self._lines.popleft()
+                taken.append(text)
+                size += len(text)
+                count += lines
             self._bytes -= size
+            self._waiting -= count
             self._writing = True
         batch = b"".join(taken)
         for character, escaped in _LINE_BREAKS:
             batch = batch.replace(character, escaped)
-        return batch, len(taken)
+        return batch, count
 
     def _write(self, batch: bytes) -> bool:
         """Write all, however long the reader pauses or the disk is full; False when nobody will ever read."""

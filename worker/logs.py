@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from worker import events, log_capture, log_lines
@@ -107,6 +107,11 @@ def _structlog() -> Any:
     return structlog
 
 
+def is_on(event: Event) -> bool:
+    """Whether the daemon would log it: for events of every job, whose fields are worth not making."""
+    return _output is None or _LEVELS[event.level] >= _output.threshold
+
+
 def emit(event: Event, /, **fields: object) -> None:
     """Log one event: never raises, never waits.
 
@@ -123,6 +128,16 @@ def emit(event: Event, /, **fields: object) -> None:
         getattr(structlog.get_logger("worker"), event.level)(event.name, **fields)
     else:
         _emit_to_logging(_LEVELS[event.level], event.name, fields)
+
+
+def emit_each(event: Event, many: Sequence[dict[str, object]]) -> None:
+    """Log the same event of several, without trouble among their fields: never raises, never waits."""
+    output = _output
+    if output is None or output.render is not log_lines.json_line:
+        for fields in many:
+            emit(event, **fields)
+    elif _LEVELS[event.level] >= output.threshold:
+        output.sink.put(log_lines.json_lines(output.identity, event.level, event.name, many), len(many))
 
 
 def job_logger(**fields: object) -> JobLogger:

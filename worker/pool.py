@@ -1,4 +1,4 @@
-"""The pool: N worker tasks, each of which takes a claimed job, runs the attempt, and hands the outcome over.
+"""The pool: N slots, each of which takes a claimed job, runs the attempt as a task, and hands the outcome over.
 
 A slot is free again when its handler has really ended; the lease is kept until the outcome is written.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from worker import events, logs
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from worker.committer import Committer
     from worker.handlers import Handlers, Lifespan
 
+YOUNG_SECONDS = 0.01
+"""A running attempt has a timer for its time-out and its lease from this age on."""
 _FAILURE_HOOK_SECONDS = 10.0
 _FAILURE_HOOKS_AT_ONCE = 100
 
 
 class Pool:
-    """Runs in the loop of the handlers."""
+    """Runs in the loop of the handlers. Each of its slots runs one attempt at a time, in a task of the attempt's own."""
 
     def __init__(
         self,
@@ -40,26 +42,31 @@ class Pool:
         committer: Committer,
         job_timeout_seconds: float,
         deaf_seconds: float,
+        on_bug: Callable[[Exception], None],
     ) -> None:
         self.workers = workers
+        self.surroundings = surroundings
+        self.deaf_seconds = deaf_seconds
+        self.executor: Executor = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="handler")
+        self.loop = asyncio.get_running_loop()
         self._handlers = handlers
         self._resources = resources
-        self._surroundings = surroundings
         self._committer = committer
         self._job_timeout_seconds = job_timeout_seconds
-        self._deaf_seconds = deaf_seconds
-        self._executor = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="handler")
+        self._on_bug = on_bug
         self._inbox: deque[Held] = deque()
         self._inbox_bytes = 0
-        self._sleepers: deque[asyncio.Future[None]] = deque()
         self._running: dict[tuple[int, int], Attempt] = {}
-        self._busy = 0
+        self._young: list[Attempt] = []
+        """Started lately, and without a timer yet: most have ended by the time it would be set."""
+        self._young_timer: asyncio.TimerHandle | None = None
         self._finished = 0
         self._busy_seconds = 0.0
         self._started_sum = 0.0
         """Of the moments at which the running attempts began."""
         self._suspects = 0
         self._stopping = False
+        self._emptied = asyncio.Event()
         self._hooks: set[asyncio.Task[None]] = set()
         self._unknown: dict[str, int] = {}
         self.claimer: Claimer | None = None
@@ -67,7 +74,7 @@ class Pool:
     # --- what the claimer asks
 
     def free(self) -> int:
-        return self.workers - self._busy
+        return self.workers - len(self._running)
 
     def waiting(self) -> int:
         return len(self._inbox)
@@ -76,7 +83,7 @@ class Pool:
         return self._inbox_bytes
 
     def finished(self) -> tuple[int, float]:
-        running_seconds = self._busy * local_seconds() - self._started_sum
+        running_seconds = len(self._running) * local_seconds() - self._started_sum
         return self._finished, self._busy_seconds + running_seconds
 
     def is_full(self) -> bool:
@@ -87,14 +94,13 @@ class Pool:
         for _ in range(min(jobs, len(self._inbox))):
             held = self._inbox.pop()
             self._inbox_bytes -= len(held.job.payload)
-            self._forget_suspect(held)
             self._hand_over(held, Released(reason="not_started"))
 
     def suspect_runs(self) -> bool:
         return self._suspects > 0
 
     def busy(self) -> int:
-        return self._busy
+        return len(self._running)
 
     def running(self) -> list[Attempt]:
         """The attempts whose handler has not ended."""
@@ -102,108 +108,91 @@ class Pool:
 
     def put(self, jobs: list[Held]) -> None:
         """Jobs to run, in this order. After `stop_starting` they are given back."""
+        tells = logs.is_on(events.JOB_CLAIMED)
         for held in jobs:
             job = held.job
-            logs.emit(
-                events.JOB_CLAIMED,
-                **job.log_fields(),
-            )
-            if job.crashes > 0:
-                self._suspects += 1
+            if tells:
+                logs.emit(events.JOB_CLAIMED, **job.log_fields())
             self._inbox_bytes += len(job.payload)
         self._inbox.extend(jobs)
         if self._stopping:
             self._return_inbox()
-            return
-        for _ in range(min(len(jobs), len(self._sleepers))):
-            self._wake_one()
+        else:
+            self.fill()
 
-    # --- the worker tasks
+    # --- the slots
 
-    async def work(self) -> None:
-        """One worker task: ends when starting has stopped."""
-        while (held := await self._next()) is not None:
-            self._busy += 1
-            started_at = local_seconds()
-            self._started_sum += started_at
-            try:
-                await self._attempt(held)
-            finally:
-                self._busy -= 1
-                self._finished += 1
-                self._busy_seconds += local_seconds() - started_at
-                self._started_sum -= started_at
-                self._forget_suspect(held)
-            await self._committer.room()
-
-    async def _next(self) -> Held | None:
-        while not self._inbox:
-            if self._stopping:
-                return None
-            self._ask_for_more()
-            sleeper = asyncio.get_running_loop().create_future()
-            self._sleepers.append(sleeper)
-            try:
-                await sleeper
-            finally:
-                if not sleeper.done():
-                    self._sleepers.remove(sleeper)
-        held = self._inbox.popleft()
-        self._inbox_bytes -= len(held.job.payload)
+    def fill(self) -> None:
+        """Start waiting jobs in free slots; ask for more while there is room for them."""
+        try:
+            while len(self._running) < self.workers and not self._stopping:
+                if self._committer.makes_wait():
+                    return  # it calls this again when there is room
+                if not self._inbox:
+                    break
+                held = self._inbox.popleft()
+                self._inbox_bytes -= len(held.job.payload)
+                self._start(held)
+        except Exception as error:
+            self._on_bug(error)
         claimer = self.claimer
-        if claimer is not None and len(self._inbox) <= claimer.low_water:
+        if claimer is not None and len(self._inbox) <= claimer.low_water and not self._stopping:
             claimer.wake()
-        return held
 
-    def _ask_for_more(self) -> None:
-        if self.claimer is not None:
-            self.claimer.wake()
-
-    def _wake_one(self) -> None:
-        while self._sleepers:
-            sleeper = self._sleepers.popleft()
-            if not sleeper.done():
-                sleeper.set_result(None)
-                return
-
-    async def _attempt(self, held: Held) -> None:
+    def _start(self, held: Held) -> None:
         job = held.job
+        kind = self._handlers.kinds.get(job.kind)
         if held.lost is not None:
             self._hand_over(held, Abandoned(reason=held.lost))
-            return
-        kind = self._handlers.kinds.get(job.kind)
-        if kind is None:
+        elif kind is None:
             self._note_unknown(held)
             self._hand_over(held, Released(reason="unknown_kind", delay_seconds=UNKNOWN_KIND_DELAY_SECONDS))
-            return
-        lifespan = self._handlers.lifespans.get(job.kind)
-        attempt = Attempt(
-            held,
-            kind,
-            surroundings=self._surroundings,
-            resources=None if lifespan is None else self._resources[lifespan],
-            timeout_seconds=kind.timeout_seconds or self._job_timeout_seconds,
-            deaf_seconds=self._deaf_seconds,
-            executor=self._executor,
-        )
-        key = job[:2]
-        self._running[key] = attempt
-        try:
-            self._hand_over(held, await attempt.outcome())
-            if not attempt.is_over:
-                await attempt.ended()
-        finally:
-            del self._running[key]
+        else:
+            lifespan = self._handlers.lifespans.get(job.kind)
+            resources = None if lifespan is None else self._resources[lifespan]
+            held.started_at = now = local_seconds()
+            self._started_sum += now
+            attempt = Attempt(self, held, kind, resources, kind.timeout_seconds or self._job_timeout_seconds)
+            self._running[job[:2]] = attempt
+            self._suspects += job.crashes > 0
+            attempt.task = self.loop.create_task(attempt.run())
+            self._young.append(attempt)
+            if self._young_timer is None:
+                self._young_timer = self.loop.call_later(YOUNG_SECONDS, self._watch_the_young)
 
-    def _hand_over(self, held: Held, outcome: Outcome) -> None:
-        held.phase = Phase.FINISHED
-        self._committer.hand_over(held, outcome)
+    def _watch_the_young(self) -> None:
+        young, self._young = self._young, []
+        self._young_timer = None
+        for attempt in young:
+            attempt.watch()
 
-    def _forget_suspect(self, held: Held) -> None:
+    def decided(self, attempt: Attempt, outcome: Outcome) -> None:
+        """What an attempt came to; its handler may not have ended."""
+        attempt.held.phase = Phase.FINISHED
+        self._committer.hand_over(attempt.held, outcome, attempt.job)
+
+    def ended(self, attempt: Attempt, error: Exception | None) -> None:
+        """A handler has really ended: its slot is free. `error`: a bug of ours, which stops the process in order."""
+        held = attempt.held
+        del self._running[held.job[:2]]
+        self._finished += 1
+        self._busy_seconds += local_seconds() - held.started_at
+        self._started_sum -= held.started_at
         if held.job.crashes > 0:
             self._suspects -= 1
             if self.claimer is not None:
                 self.claimer.suspect_ended()
+        if error is not None:
+            self._on_bug(error)
+        if self._stopping:
+            if not self._running:
+                self._emptied.set()
+        else:
+            self.fill()
+
+    def _hand_over(self, held: Held, outcome: Outcome) -> None:
+        held.phase = Phase.FINISHED
+        self._committer.hand_over(held, outcome)
 
     def _note_unknown(self, held: Held) -> None:
         """One line a kind, and then one for each power of two, however many jobs of it there are."""
@@ -247,16 +236,19 @@ class Pool:
     # --- the end
 
     def stop_starting(self) -> None:
-        """Start nothing more: give back what waits, and let the worker tasks end with their attempts."""
+        """Start nothing more: give back what waits, and let the slots run empty."""
         self._stopping = True
         self._return_inbox()
-        while self._sleepers:
-            self._wake_one()
+        if not self._running:
+            self._emptied.set()
+
+    async def emptied(self) -> None:
+        """Wait, after `stop_starting`, until every handler has really ended."""
+        await self._emptied.wait()
 
     def _return_inbox(self) -> None:
         while self._inbox:
             held = self._inbox.popleft()
-            self._forget_suspect(held)
             self._hand_over(held, Released(reason="not_started") if held.lost is None else Abandoned(reason=held.lost))
         self._inbox_bytes = 0
 
@@ -272,6 +264,8 @@ class Pool:
 
     def close(self) -> None:
         """No attempt is left, or the process ends regardless. Does not wait for threads."""
+        if self._young_timer is not None:
+            self._young_timer.cancel()
         for task in self._hooks:
             task.cancel()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self.executor.shutdown(wait=False, cancel_futures=True)

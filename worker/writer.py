@@ -42,6 +42,7 @@ class Writer:
         *,
         owner: str,
         backoff: Backoff,
+        caution: Caution,
         batch: int,
         deletes: bool,
         group_seconds: float,
@@ -67,7 +68,7 @@ class Writer:
         self._listening_to: Connection | None = None
         self._uncommitted_pid: int | None = None
         """The server process of a transaction whose COMMIT has not been sent."""
-        self.caution = Caution(batch)
+        self.caution = caution
         self.largest = batch
         """How many outcomes may share a transaction for now."""
 
@@ -163,22 +164,24 @@ class Writer:
     ) -> dict[Key, bool]:
         """Fence, ledger, effects, COMMIT. Returns, for those that had their lease, whether their effect was applied before."""
         completions = [
-            Completion(one.held.job.id, one.held.job.fence, one.outcome.result, bool(one.outcome.effects))
+            Completion(*one.held.job[:2], one.outcome.result, bool(one.outcome.effects))
             if isinstance(one.outcome, Succeeded)
-            else Completion(one.held.job.id, one.held.job.fence, None, False)
+            else Completion(*one.held.job[:2], None, False)
             for one in members
         ]
-        has_effects = any(one.effects for one in members)
+        has_effects = any(completion.has_effects for completion in completions)
         if has_effects:
             self._uncommitted_pid = None if self._database.pooler else connection.get_server_pid()
             await connection.execute("BEGIN")
             if lock_seconds is not None:
                 await settling.wait_briefly_for_locks(connection, seconds=lock_seconds)
             self._extend(limit)
+        # Told while the server works at these: what the group before came to.
+        asyncio.get_running_loop().call_soon(self._last_word.tell)
         answer = await settling.complete(connection, self._database, completions, owner=self._owner, deletes=self._deletes)
         self._extend(limit)
         if has_effects:
-            to_apply = [one for one in members if one.effects and answer.get(one.held.key) is False]
+            to_apply = [one for one in members if one.effects and answer.get(one.held.job[:2]) is False]
             await self._apply(connection, to_apply, culprit, limit)
             if not connection.is_in_transaction():
                 raise ConnectionError("an effect has ended the transaction that took the fence")
@@ -190,14 +193,16 @@ class Writer:
 
     def _tell_completed(self, members: Sequence[Finished], completed: dict[Key, bool]) -> list[Finished]:
         """Say of each that it is done; returns those that the fence has refused."""
+        missing: list[Finished] = []
         for one in members:
-            already_applied = completed.get(one.held.key)
+            already_applied = completed.get(one.held.job[:2])
             if already_applied is None:
+                missing.append(one)
                 continue
             if already_applied or isinstance(one.outcome, AlreadyApplied):
                 self._last_word.log(one, events.EFFECT_ALREADY_APPLIED, key=one.held.job.key)
-            self._last_word.end(one, events.JOB_SUCCEEDED)
-        return [one for one in members if one.held.key not in completed]
+            self._last_word.succeeded(one)
+        return missing
 
     async def _apply(
         self,
@@ -397,7 +402,7 @@ class Writer:
         """End or postpone an attempt as its row says; True if it is still to be written."""
         gone_as_planned = ruling.state is None and self._deletes and one.uncertain
         if ruling.done or (gone_as_planned and completes(one.outcome)):
-            self._last_word.end(one, events.JOB_SUCCEEDED)
+            self._last_word.succeeded(one)
         elif ruling.undecided:
             self._put_off([one])
         elif ruling.mine:

@@ -38,34 +38,34 @@ _KEEP = """
         result = held.result::jsonb
     FROM held
     WHERE j.id = held.id AND j.fence = held.fence AND j.lease_owner = $5
-    RETURNING j.id, j.fence, j.idempotency_key, held.has_effects
+    RETURNING j.id, j.fence, j.idempotency_key, held.has_effects AND NOT j.idempotency_key ^@ 'auto:' AS needs_ledger
 )"""
 
 _DELETE = """
     DELETE FROM {schema}.jobs AS j
     USING held
     WHERE j.id = held.id AND j.fence = held.fence AND j.lease_owner = $5
-    RETURNING j.id, j.fence, j.idempotency_key, held.has_effects
+    RETURNING j.id, j.fence, j.idempotency_key, held.has_effects AND NOT j.idempotency_key ^@ 'auto:' AS needs_ledger
 ), forgotten AS (
     DELETE FROM {schema}.job_failures AS f USING done WHERE f.job_id = done.id
 )"""
 
-# Two answers in one, told apart by their last column: what is done (true: it needs a ledger row), and whose ledger row is new
-# (NULL). A join of the two would be a nested loop over the whole group.
+# One row of arrays: what is done and whether it needs a ledger row, and whose ledger row is new. Half of the cost of a row for
+# each; a join of the two would be a nested loop over the whole group.
 _WITH_LEDGER = """, ledger AS (
     INSERT INTO {schema}.job_effects (idempotency_key, job_id, fence)
     SELECT done.idempotency_key, done.id, done.fence FROM done
-    WHERE done.has_effects AND NOT done.idempotency_key ^@ 'auto:'
+    WHERE done.needs_ledger
     ORDER BY done.idempotency_key
     ON CONFLICT (idempotency_key) DO NOTHING
     RETURNING job_id, fence
 )
-SELECT done.id, done.fence, done.has_effects AND NOT done.idempotency_key ^@ 'auto:' FROM done
-UNION ALL
-SELECT ledger.job_id, ledger.fence, NULL FROM ledger
+SELECT d.*, l.* FROM
+    (SELECT array_agg(id), array_agg(fence), array_agg(needs_ledger) FROM done) AS d,
+    (SELECT array_agg(job_id), array_agg(fence) FROM ledger) AS l
 """
 
-_WITHOUT_LEDGER = "\nSELECT done.id, done.fence, false FROM done\n"
+_WITHOUT_LEDGER = "\nSELECT array_agg(id), array_agg(fence) FROM done\n"
 
 # jobs_pkey, rows in the order of the arrays: sorted by id, so that two groups cannot lock each other out.
 COMPLETE = {
@@ -88,12 +88,18 @@ async def complete(
     Returns, by (id, fence), whether the key's effect had been applied before: then its effects are to be skipped. `deletes`
     removes the rows instead of keeping them as history. With effects, call it inside the transaction that applies them.
     """
-    ordered = sorted(completions)
-    ids, fences, results, has_effects = map(list, zip(*ordered, strict=True))
-    text = COMPLETE[deletes, any(has_effects)]
-    rows = await connection.fetch(database.sql(text), ids, fences, results, has_effects, owner)
-    new = {(id, fence) for id, fence, needs_ledger in rows if needs_ledger is None}
-    return {(id, fence): needs_ledger and (id, fence) not in new for id, fence, needs_ledger in rows if needs_ledger is not None}
+    ids, fences, results, has_effects = zip(*sorted(completions), strict=True)
+    with_ledger = any(has_effects)
+    text = database.sql(COMPLETE[deletes, with_ledger])
+    row = await connection.fetchrow(text, ids, fences, results, has_effects, owner)
+    assert row is not None  # an aggregate
+    if row[0] is None:
+        return {}
+    done = zip(row[0], row[1], strict=True)
+    if not with_ledger:
+        return dict.fromkeys(done, False)
+    new = set() if row[3] is None else set(zip(row[3], row[4], strict=True))
+    return {key: needs_ledger and key not in new for key, needs_ledger in zip(done, row[2], strict=True)}
 
 
 class Settlement(NamedTuple):
