@@ -61,25 +61,27 @@ def new_job(
     _check_integer("priority", priority, -32_768, 32_767)
     _check_integer("max_attempts", max_attempts, 1, 2_147_483_647)
     return NewJob(
-        kind=kind,
-        payload=encode_json(payload, "payload"),
-        key=key,
-        queue=queue,
-        priority=priority,
-        run_at=None if run_at is None else _utc_text(run_at),
-        delay_seconds=0.0 if delay_seconds is None else _delay(delay_seconds),
-        max_attempts=max_attempts,
+        kind,
+        encode_json(payload, "payload"),
+        key,
+        queue,
+        priority,
+        None if run_at is None else _utc_text(run_at),
+        0.0 if delay_seconds is None else _delay(delay_seconds),
+        max_attempts,
     )
 
 
 def new_job_from(fields: Mapping[str, object]) -> NewJob:
     """The checked job of a mapping with keys out of `FIELDS`: `payload` is required, None means left out."""
-    for name in fields:
+    has_none = False
+    for name, value in fields.items():
         if name not in FIELDS:
             raise ValueError(f"unknown key {name!r}: the keys are {', '.join(FIELDS)}")
+        has_none = has_none or value is None
     if "payload" not in fields:
         raise ValueError("payload: is required")
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in fields.items() if value is not None} if has_none else dict(fields)
     given.setdefault("kind", DEFAULT_KIND)
     given["payload"] = fields["payload"]
     return new_job(**given)  # type: ignore[arg-type]  # it looks at every type itself
@@ -88,6 +90,8 @@ def new_job_from(fields: Mapping[str, object]) -> NewJob:
 def _check_text(name: str, text: object, most_bytes: int) -> None:
     if not isinstance(text, str):
         raise TypeError(f"{name}: a string is needed, not {type(text).__name__}")
+    if 1 <= len(text) <= most_bytes and text.isascii() and "\x00" not in text:
+        return
     try:
         size = len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError:
