@@ -37,7 +37,60 @@ function graphile(local) {
   };
 }
 
-const PEERS = { graphile: () => graphile(false), "graphile-local": () => graphile(true) };
+// pg-boss. Its work() takes one batch an interval of half a second or more, so that the rates are those of its public fetch and
+// complete in a loop: `batch` jobs at a time (as many as tasks, if not said), run by as many tasks, completed by one call.
+function pgboss(batch) {
+  const loaded = load("pg-boss");
+  const PgBoss = loaded.PgBoss ?? loaded.default ?? loaded;
+  const started = async () => {
+    const boss = new PgBoss({ connectionString, supervise: false, schedule: false });
+    boss.on("error", (error) => console.error(error));
+    await boss.start();
+    return boss;
+  };
+  return {
+    setup: async () => (await started()).createQueue(QUEUE),
+    fill: async (numbers) => {
+      const jobs = numbers.map((n) => ({ name: QUEUE, data: { n } }));
+      const boss = await started();
+      // Up to version 10 the queue's name is part of each job, later an argument.
+      await (boss.insert.length > 1 ? boss.insert(QUEUE, jobs) : boss.insert(jobs));
+    },
+    putting: async () => {
+      const boss = await started();
+      return (n) => boss.send(QUEUE, { n });
+    },
+    work: async (tasks, handle) => {
+      const boss = await started();
+      if (process.env.COMPARE_WORKLOAD === "latency") {
+        await boss.work(QUEUE, { batchSize: tasks, pollingIntervalSeconds: 0.5 }, (jobs) =>
+          Promise.all(jobs.map((job) => handle(job.data.n))),
+        );
+        return;
+      }
+      for (;;) {
+        const jobs = await boss.fetch(QUEUE, { batchSize: batch ?? tasks });
+        if (!jobs.length) {
+          await pause(500);
+          continue;
+        }
+        const waiting = [...jobs];
+        const runner = async () => {
+          for (let job = waiting.pop(); job; job = waiting.pop()) await handle(job.data.n);
+        };
+        await Promise.all(Array.from({ length: tasks }, runner));
+        await boss.complete(QUEUE, jobs.map((job) => job.id));
+      }
+    },
+  };
+}
+
+const PEERS = {
+  graphile: () => graphile(false),
+  "graphile-local": () => graphile(true),
+  "pg-boss": () => pgboss(),
+  "pg-boss-batch": () => pgboss(300),
+};
 
 function handler(tasks) {
   const pipe = Number(process.env.COMPARE_PIPE);

@@ -18,6 +18,7 @@ from worker.settings import Settings
 HANDLERS = "worker.bench.handlers:handlers"
 LOOK_AGAIN_SECONDS = 0.01
 STOP_SECONDS = 20.0
+NO_SETTINGS: Mapping[str, str] = {}
 
 # What the bench decides by itself. Everything else that is set stays: it is what the user runs.
 _OURS = ("DATABASE_URL_FILE", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "RUNTIME_DIRECTORY")
@@ -31,8 +32,10 @@ _OUR_SETTINGS = (
 )
 
 
-def daemon_environ(settings: Settings, *, schema: str, tasks: int, directory: Path) -> dict[str, str]:
-    """The environment of a daemon: the caller's, with the bench's schema, handlers and number of worker tasks."""
+def daemon_environ(
+    settings: Settings, *, schema: str, tasks: int, directory: Path, extra: Mapping[str, str] = NO_SETTINGS
+) -> dict[str, str]:
+    """The environment of a daemon: the caller's, with the bench's schema, handlers and number of worker tasks, and `extra`."""
     ours = {*_OURS, *(f"WORKER_{name}" for name in _OUR_SETTINGS)}
     environ = {name: value for name, value in os.environ.items() if name not in ours}
     if settings.database_url is not None:
@@ -44,6 +47,7 @@ def daemon_environ(settings: Settings, *, schema: str, tasks: int, directory: Pa
         "WORKER_NAME": "bench",
         "WORKER_RUNTIME_DIR": str(directory),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **extra,
     }
 
 

@@ -12,12 +12,12 @@ import json
 import uuid
 from typing import Final
 
-from worker.bench.arena import Arena, filling
+from worker.bench.arena import Arena, text_of
 from worker.bench.handlers import NAP, NOTHING
 from worker.bench.results import BenchFailed, Sample
 from worker.bench.running import SMALL_BYTES, Bench, usage
 from worker.clock import local_seconds
-from worker.store import benchmarks
+from worker.store import bench_tables, benchmarks
 from worker.store.connection import Connection
 from worker.store.enqueueing import enqueue_many
 
@@ -48,7 +48,7 @@ async def _measure_singles(bench: Bench, on: Arena) -> None:
     tasks = plan.tasks[0]
     connections: list[Connection] = []
     for number in range(tasks):
-        await benchmarks.insert_one(on.connection, on.database, key=f"nap-{number}", kind=NAP, payload="{}")
+        await bench_tables.insert_one(on.connection, on.database, key=f"nap-{number}", kind=NAP, payload="{}")
     async with bench.daemons(on, tasks=tasks) as running:
         await on.wait_until_running(tasks, running)
         try:
@@ -59,7 +59,7 @@ async def _measure_singles(bench: Bench, on: Arena) -> None:
                     bench.say(f"enqueue, {count} connections, run {turn + 1} of {plan.runs}")
                     # The second of two windows finds a larger table: take turns.
                     for trigger in (WITH, WITHOUT) if turn % 2 == 0 else (WITHOUT, WITH):
-                        set_trigger = benchmarks.enable_trigger if trigger == WITH else benchmarks.disable_trigger
+                        set_trigger = bench_tables.enable_trigger if trigger == WITH else bench_tables.disable_trigger
                         await set_trigger(on.connection, on.database)
                         sample = await _singles(bench, on, connections[:count], max(plan.jobs // share, count))
                         bench.book.add("enqueue", _name(count, trigger), "commits/s", sample)
@@ -71,15 +71,15 @@ async def _measure_singles(bench: Bench, on: Arena) -> None:
 
 
 async def _singles(bench: Bench, on: Arena, connections: list[Connection], rows: int) -> Sample:
-    payload = json.dumps({"n": 1, "text": filling(SMALL_BYTES)})
+    payload = json.dumps({"n": 1, "text": text_of(SMALL_BYTES)})
     keys = iter([f"order-{uuid.uuid4()}" for _ in range(rows)])
 
     async def enqueue_all(connection: Connection) -> None:
         for key in keys:
-            await benchmarks.insert_one(connection, on.database, key=key, kind=NOTHING, payload=payload)
+            await bench_tables.insert_one(connection, on.database, key=key, kind=NOTHING, payload=payload)
 
     for connection in connections:  # prepared and planned before the clock starts; the trigger's state is part of the plan
-        await benchmarks.insert_one(connection, on.database, key=f"warm-{uuid.uuid4()}", kind=NOTHING, payload=payload)
+        await bench_tables.insert_one(connection, on.database, key=f"warm-{uuid.uuid4()}", kind=NOTHING, payload=payload)
     meter = bench.meter(on)
     before = await meter.read()
     started_at = local_seconds()
@@ -93,13 +93,13 @@ async def _singles(bench: Bench, on: Arena, connections: list[Connection], rows:
 
 async def _measure_bulk(bench: Bench, on: Arena) -> None:
     plan = bench.plan
-    payload = {"n": 1, "text": filling(SMALL_BYTES)}
+    payload = {"n": 1, "text": text_of(SMALL_BYTES)}
     jobs = [{"kind": NOTHING, "payload": payload}] * plan.jobs
-    await benchmarks.make_copy_table(on.connection, on.database)
+    await bench_tables.make_copy_table(on.connection, on.database)
     for turn in range(plan.runs):
         bench.say(f"enqueue, bulk, run {turn + 1} of {plan.runs}")
         await on.empty()
-        await benchmarks.empty_copy(on.connection, on.database)
+        await bench_tables.empty_copy(on.connection, on.database)
         # Keys as enqueue_many makes them, in their order.
         start = f"auto:{uuid.uuid4()}"
         text = json.dumps(payload, separators=(",", ":"))
@@ -111,7 +111,7 @@ async def _measure_bulk(bench: Bench, on: Arena) -> None:
             if name == BULK:
                 await enqueue_many(on.connection, jobs, schema=on.database.schema)
             else:
-                await benchmarks.copy_rows(on.connection, on.database, lines)
+                await bench_tables.copy_rows(on.connection, on.database, lines)
             seconds = local_seconds() - started_at
             after = await meter.read()
             sample = Sample(value=plan.jobs / seconds, jobs=plan.jobs, seconds=seconds, usage=usage(before, after))

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from worker.bench.arena import Arena, filling
+from worker.bench.arena import Arena, text_of
 from worker.bench.handlers import MOMENT
 from worker.bench.results import BenchFailed, Sample, quantile
 from worker.bench.running import SMALL_BYTES, Bench
@@ -42,7 +42,7 @@ async def measure(bench: Bench) -> None:
         for turn in range(plan.runs):
             bench.say(f"latency, {jobs} jobs, run {turn + 1} of {plan.runs}")
             await on.empty()
-            await yardsticks.fill(on.connection, on.database, jobs, text=filling(SMALL_BYTES))
+            await yardsticks.fill(on.connection, on.database, jobs, text=text_of(SMALL_BYTES))
             for what, values in (await _measure_turn(bench, on, jobs)).items():
                 ordered = sorted(values)
                 for name, share in _SHARES.items():
@@ -82,7 +82,7 @@ async def _measure_turn(bench: Bench, on: Arena, jobs: int) -> Mapping[str, Sequ
 
 
 async def _enqueue(connection: Connection, on: Arena) -> int:
-    payload = {"n": 1, "text": filling(SMALL_BYTES)}
+    payload = {"n": 1, "text": text_of(SMALL_BYTES)}
     return (await enqueue(connection, MOMENT, payload, schema=on.database.schema)).id
 
 

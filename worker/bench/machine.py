@@ -56,14 +56,19 @@ def server_cpu_seconds(postmaster: int) -> float | None:
     return total_seconds
 
 
-def busy_core_seconds() -> float | None:
-    """How long all cores of this machine together have been busy since it started, whoever used them."""
+def busy_core_seconds() -> tuple[float, ...] | None:
+    """How long each core of this machine has been busy since it started, whoever used it."""
     try:
-        first = (_PROC / "stat").read_text().split("\n", 1)[0].split()
+        lines = (_PROC / "stat").read_text().splitlines()
     except OSError:
         return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    tick = os.sysconf("SC_CLK_TCK")
+    return tuple(_busy_ticks(line) / tick for line in lines if line.startswith("cpu") and line[3].isdigit())
+
+
+def _busy_ticks(line: str) -> int:
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, line.split()[1:9])
+    return user + nice + system + irq + softirq + steal
 
 
 def postmaster_of(backend: int, *, user: str, database: str) -> int | None:

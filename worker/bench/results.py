@@ -23,6 +23,8 @@ class Usage:
     bench_cpu_seconds: float | None = None
     cores_busy: float | None = None
     """The mean number of busy cores of the machine, whoever used them."""
+    least_busy_core: float | None = None
+    """The busy share of the core that was least busy."""
     wal_bytes: int | None = None
     """Of the whole server."""
     dead_tuples: int | None = None
@@ -31,6 +33,9 @@ class Usage:
     statements: int | None = None
     """Of this role in this database, BEGIN and COMMIT included, effects left out."""
     effect_statements: int | None = None
+    transactions: int | None = None
+    """Of this database, the questions of the bench left out. A statement outside a transaction is one, several inside one count
+    once. About a hundred are too many, whatever the run: a daemon's sessions report those of its start late, and its stop is in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +84,7 @@ _PER_JOB = {
     "wal_bytes": ("wal_bytes", 1.0),
     "dead_tuples": ("dead_tuples", 1.0),
     "statements": ("statements", 1.0),
+    "transactions": ("transactions", 1.0),
 }
 
 

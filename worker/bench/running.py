@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from worker.bench import machine
-from worker.bench.arena import Arena, arena
-from worker.bench.daemons import Daemon, daemon_environ, daemons
+from worker.bench.arena import Arena, arena, text_of
+from worker.bench.daemons import NO_SETTINGS, Daemon, daemon_environ, daemons
 from worker.bench.handlers import EFFECT
 from worker.bench.results import BenchFailed, Book, Sample, Usage
 from worker.clock import local_seconds
 from worker.settings import Settings
-from worker.store import benchmarks
+from worker.store import benchmarks, costs
+from worker.store.benchmarks import Filling
 from worker.store.connection import Database
 
 TIMING: Final = (
@@ -33,9 +34,7 @@ SMALL_BYTES: Final = 64
 PARTS: Final = 6
 
 # Before the jobs become due, for the readings.
-_READ_BEFORE_SECONDS: Final = 0.15
-_STATISTICS_SECONDS: Final = 2.0
-_STATISTICS_PAUSE_SECONDS: Final = 0.1
+_READ_BEFORE_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,8 @@ class Plan:
 
     jobs: int
     rows: int
+    ledger_rows: int
+    minutes: float
     runs: int
     tasks: tuple[int, ...]
     scenarios: tuple[str, ...]
@@ -74,9 +75,11 @@ class Bench:
             yield made
 
     @contextlib.asynccontextmanager
-    async def daemons(self, on: Arena, *, tasks: int, count: int = 1) -> AsyncIterator[list[Daemon]]:
-        """Real daemons on this schema for the block."""
-        environ = daemon_environ(self.settings, schema=on.database.schema, tasks=tasks, directory=self.directory)
+    async def daemons(
+        self, on: Arena, *, tasks: int, count: int = 1, extra: Mapping[str, str] = NO_SETTINGS
+    ) -> AsyncIterator[list[Daemon]]:
+        """Real daemons on this schema for the block, with `extra` in their environment."""
+        environ = daemon_environ(self.settings, schema=on.database.schema, tasks=tasks, directory=self.directory, extra=extra)
         async with daemons(environ, self.directory, count) as started:
             yield started
 
@@ -88,13 +91,32 @@ class Bench:
 class Reading:
     """What the counters said at one moment."""
 
-    at: float
     worker_cpu_seconds: float | None
     server_cpu_seconds: float | None
     bench_cpu_seconds: float
-    busy_core_seconds: float | None
     wal_bytes: int
-    statements: benchmarks.Statements | None
+    statements: costs.Statements | None
+    cores: Cores
+    """Read last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """How long each core has been busy, at one moment."""
+
+    at: float
+    busy_seconds: tuple[float, ...] | None
+
+    def shares_until(self, later: Cores) -> list[float] | None:
+        """How busy each core was between the two; None where nobody tells."""
+        if self.busy_seconds is None or later.busy_seconds is None:
+            return None
+        seconds = max(later.at - self.at, 1e-6)
+        return [(end - begin) / seconds for begin, end in zip(self.busy_seconds, later.busy_seconds, strict=True)]
+
+
+def look_at_cores() -> Cores:
+    return Cores(local_seconds(), machine.busy_core_seconds())
 
 
 class Meter:
@@ -107,7 +129,6 @@ class Meter:
         self._view = view
 
     async def read(self) -> Reading:
-        at = local_seconds()
         bench_seconds = time.process_time()
         worker_seconds: float | None = bench_seconds
         if self._pids:
@@ -115,31 +136,33 @@ class Meter:
             worker_seconds = sum(times) if len(times) == len(self._pids) else None
         connection = self._arena.connection
         return Reading(
-            at=at,
             worker_cpu_seconds=worker_seconds,
             server_cpu_seconds=None if self._postmaster is None else machine.server_cpu_seconds(self._postmaster),
             bench_cpu_seconds=bench_seconds,
-            busy_core_seconds=machine.busy_core_seconds(),
-            wal_bytes=await benchmarks.wal_bytes(connection),
-            statements=None if self._view is None else await benchmarks.count_statements(connection, self._view),
+            wal_bytes=await costs.wal_bytes(connection),
+            statements=None if self._view is None else await costs.count_statements(connection, self._view),
+            cores=look_at_cores(),
         )
 
 
-def usage(before: Reading, after: Reading, rows: benchmarks.RowVersions | None = None) -> Usage:
-    """What was used between two readings."""
-    busy_seconds = _difference(before.busy_core_seconds, after.busy_core_seconds)
+def usage(before: Reading, after: Reading, *, cores: list[float] | None = None, counted: costs.Counters | None = None) -> Usage:
+    """What was used between two readings; `cores`, if they were looked at apart from them."""
     statements = effects = None
     if before.statements is not None and after.statements is not None:
         statements = after.statements.ours - before.statements.ours
         effects = after.statements.effects - before.statements.effects
+    if cores is None:
+        cores = before.cores.shares_until(after.cores)
     return Usage(
         worker_cpu_seconds=_difference(before.worker_cpu_seconds, after.worker_cpu_seconds),
         server_cpu_seconds=_difference(before.server_cpu_seconds, after.server_cpu_seconds),
         bench_cpu_seconds=after.bench_cpu_seconds - before.bench_cpu_seconds,
-        cores_busy=None if busy_seconds is None else busy_seconds / max(after.at - before.at, 1e-6),
+        cores_busy=None if cores is None else sum(cores),
+        least_busy_core=None if cores is None else min(cores),
         wal_bytes=after.wal_bytes - before.wal_bytes,
-        dead_tuples=None if rows is None else rows.dead,
-        hot_updates=None if rows is None else rows.hot,
+        dead_tuples=None if counted is None else counted.dead,
+        hot_updates=None if counted is None else counted.hot,
+        transactions=None if counted is None else counted.transactions,
         statements=statements,
         effect_statements=effects,
     )
@@ -149,47 +172,58 @@ def _difference(before: float | None, after: float | None) -> float | None:
     return None if before is None or after is None else after - before
 
 
+def jobs_of(kind: str, count: int, payload_bytes: int = SMALL_BYTES) -> Filling:
+    """Jobs as most scenarios take them."""
+    return Filling(count=count, kind=kind, text=text_of(payload_bytes))
+
+
 async def drain(
     bench: Bench,
     on: Arena,
+    filling: Filling,
     *,
-    kind: str,
-    jobs: int,
-    waiting: int | None = None,
+    first: int | None = None,
     tasks: int,
-    payload_bytes: int = SMALL_BYTES,
     processes: int = 1,
+    extra: Mapping[str, str] = NO_SETTINGS,
     under_old_snapshot: bool = False,
 ) -> Sample:
-    """Jobs a second over the first `jobs` of `waiting` jobs (all of them, if not said), which become due together.
+    """Jobs a second over the `first` of these jobs (all of them, if not said), which become due together.
 
     Raises BenchFailed when not every one of them has succeeded, or an effect is missing.
     """
-    async with bench.daemons(on, tasks=tasks, count=processes) as running:
+    jobs = first or filling.count
+    async with bench.daemons(on, tasks=tasks, count=processes, extra=extra) as running:
         await on.wait_until_idle(running)
-        filled, due_at = await on.fill(waiting or jobs, kind=kind, payload_bytes=payload_bytes, daemons=running)
+        filled, due_at = await on.fill(filling, daemons=running)
         measured = benchmarks.Jobs(filled.first_id, filled.first_id + jobs - 1)
-        rows_before = await benchmarks.row_versions(on.connection, on.database)
         meter = bench.meter(on, running)
         async with contextlib.AsyncExitStack() as stack:
             if under_old_snapshot:
                 await stack.enter_async_context(benchmarks.old_snapshot(on.database))
             await asyncio.sleep(max(await on.seconds_until(due_at) - _READ_BEFORE_SECONDS, 0))
+            await costs.report(on.connection)
+            counted_before, questions = await costs.counters(on.connection, on.database), on.questions
             before = await meter.read()
+            await asyncio.sleep(max(await on.seconds_until(due_at), 0))
+            cores = look_at_cores()
             ended_at = await on.wait_for_end(measured, running)
+            shares = cores.shares_until(look_at_cores())
             after = await meter.read()
         for daemon in running:
             await daemon.stop()
+    used = None
+    if first is None:  # else more jobs than these were at work meanwhile
+        used = usage(before, after, cores=shares, counted=await _counted_since(on, counted_before, questions))
     tally = await benchmarks.tally(on.connection, on.database, measured)
-    if tally.succeeded != jobs or (kind == EFFECT and tally.effects != jobs):
+    if tally.succeeded != jobs or (filling.kind == EFFECT and tally.effects != jobs):
         raise BenchFailed(f"of {jobs} jobs {tally.succeeded} succeeded, with {tally.effects} effects")
-    rows = None if measured != filled else await _settled_row_versions(on, rows_before)
     seconds = ended_at - tally.first_claim_at
     return Sample(
         value=jobs / seconds,
         jobs=jobs,
         seconds=seconds,
-        usage=usage(before, after, rows),
+        usage=used,
         retried=tally.retried,
         parts=await _rates(on, measured, tally.first_claim_at),
     )
@@ -207,13 +241,9 @@ async def _rates(on: Arena, jobs: benchmarks.Jobs, first_claim_at: float) -> tup
     )
 
 
-async def _settled_row_versions(on: Arena, before: benchmarks.RowVersions) -> benchmarks.RowVersions:
-    """The row versions that died since, once the statistics, which come a little later, stand still."""
-    deadline = local_seconds() + _STATISTICS_SECONDS
-    now = await benchmarks.row_versions(on.connection, on.database)
-    while local_seconds() < deadline:
-        await asyncio.sleep(_STATISTICS_PAUSE_SECONDS)
-        last, now = now, await benchmarks.row_versions(on.connection, on.database)
-        if last == now:
-            break
-    return benchmarks.RowVersions(now.dead - before.dead, now.hot - before.hot)
+async def _counted_since(on: Arena, before: costs.Counters, questions: int) -> costs.Counters:
+    """What the server's statistics have counted since, now that the daemons have ended."""
+    await costs.report(on.connection)
+    now = await costs.counters(on.connection, on.database)
+    ours = on.questions - questions
+    return costs.Counters(now.dead - before.dead, now.hot - before.hot, max(now.transactions - before.transactions - ours, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from worker.bench.handlers import EFFECT
-from worker.bench.running import Bench, drain
+from worker.bench.running import Bench, drain, jobs_of
 
 _TIMES_JOBS: Final = 10
 
@@ -20,7 +20,7 @@ async def measure(bench: Bench) -> None:
         for turn in range(plan.runs):
             bench.say(f"snapshot, {jobs:,} jobs, run {turn + 1} of {plan.runs}")
             await on.empty()
-            sample = await drain(bench, on, kind=EFFECT, jobs=jobs, tasks=plan.tasks[0], under_old_snapshot=True)
+            sample = await drain(bench, on, jobs_of(EFFECT, jobs), tasks=plan.tasks[0], under_old_snapshot=True)
             bench.book.add("snapshot", case, "jobs/s", sample)
             if 0 not in sample.parts:
                 last_to_first.append(sample.parts[-1] / sample.parts[0])

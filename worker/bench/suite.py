@@ -9,13 +9,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from worker.bench import drain, enqueueing, history, latency, machine, processes, snapshot
+from worker.bench import (
+    aged,
+    contended,
+    drain,
+    enqueueing,
+    faults,
+    history,
+    latency,
+    ledger,
+    machine,
+    payloads,
+    processes,
+    shapes,
+    snapshot,
+)
 from worker.bench.daemons import daemon_environ
 from worker.bench.results import BenchFailed
 from worker.bench.running import TIMING, Bench, Plan
 from worker.clock import local_seconds
 from worker.settings import Settings, load_settings
-from worker.store import benchmarks
+from worker.store import benchmarks, costs
 from worker.store.connection import DATABASE_ERRORS, Database, safe_text
 from worker.version import VERSION
 
@@ -26,7 +40,16 @@ SCENARIOS: Final[Mapping[str, Callable[[Bench], Awaitable[None]]]] = {
     "history": history.measure,
     "snapshot": snapshot.measure,
     "processes": processes.measure,
+    "payloads": payloads.measure,
+    "faults": faults.measure,
+    "contended": contended.measure,
+    "shapes": shapes.measure,
+    "aged": aged.measure,
+    "ledger": ledger.measure,
 }
+
+USUAL: Final = ("drain", "latency", "enqueue", "history", "snapshot", "processes")
+"""Those that are measured when none is named."""
 
 # All but `public`, so that nothing of a bench looks like anything of an application.
 SCHEMA_PREFIX: Final = "worker_bench_"
@@ -58,7 +81,7 @@ async def run(
     connection = await database_of(prefix).connect("bench")
     try:
         session = await benchmarks.describe(connection)
-        view = await benchmarks.statements_view(connection)
+        view = await costs.statements_view(connection)
         # While the session is there: afterwards its process is gone.
         postmaster = machine.postmaster_of(session.backend, user=session.user, database=session.database)
     finally:
@@ -117,7 +140,10 @@ def _not_measured(bench: Bench) -> dict[str, str]:
     if bench.postmaster is None:
         missing["server_cpu_seconds"] = "the server does not run on this machine, or its processes cannot be seen in /proc"
     if bench.statements_view is None:
-        missing["statements"] = "pg_stat_statements is not installed in this database, not preloaded, or not readable"
+        missing["statements"] = (
+            "pg_stat_statements is not installed in this database, not preloaded, or not readable; transactions come from "
+            "pg_stat_database, where a BEGIN … COMMIT counts once"
+        )
     return missing
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Final
 
-from worker.bench.arena import STATEMENT_SECONDS, Arena, filling
+from worker.bench.arena import STATEMENT_SECONDS, Arena, text_of
 from worker.bench.results import BenchFailed, Sample
 from worker.bench.running import SMALL_BYTES, Bench, usage
 from worker.clock import local_seconds
@@ -15,24 +15,54 @@ from worker.store import yardsticks
 from worker.store.connection import Connection
 from worker.store.yardsticks import CEILING_SETTINGS, START, Claimed
 
-NAIVE_CONNECTIONS: Final = 10
+# As many as the recipe's tasks, and so few jobs that its claim, which sorts all that wait, is not worse than it has to be.
+CONNECTIONS: Final = 10
+ONE_BY_ONE_JOBS: Final = 5_000
 _CLAIMS_AHEAD: Final = 2
+_CONNECT_SECONDS: Final = 10.0
 
 
 async def naive(bench: Bench, on: Arena, *, jobs: int, effect: bool) -> Sample:
-    """One claim and one transaction with effect and completion a job, on 10 connections."""
+    """One claim and one transaction with effect and completion a job, by ten tasks on a pool of ten connections."""
+    database = on.database
+    pool = database.pool(CONNECTIONS)
 
-    async def work() -> None:
-        async with asyncio.TaskGroup() as group:
-            for number, connection in enumerate(connections):
-                group.create_task(one_by_one(connection, f"w-{number}"), name=f"naive {number}")
+    async def work(owner: str) -> None:
+        while True:
+            async with pool.acquire(timeout_seconds=_CONNECT_SECONDS) as connection:
+                job = await yardsticks.claim_naive(connection, database, owner=owner)
+            if job is None:
+                return
+            async with pool.acquire(timeout_seconds=_CONNECT_SECONDS) as connection:
+                await yardsticks.finish_one(connection, database, job, owner=owner, effect=effect)
 
-    async def one_by_one(connection: Connection, owner: str) -> None:
-        while (job := await yardsticks.claim_one(connection, on.database, owner=owner)) is not None:
-            await yardsticks.finish_one(connection, on.database, job, owner=owner, effect=effect)
+    try:
+        # Opened before the clock starts, as everybody's.
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(CONNECTIONS):
+                await stack.enter_async_context(pool.acquire(timeout_seconds=_CONNECT_SECONDS))
+        return await _timed(bench, on, jobs=jobs, effect=effect, work=lambda: _tasks(work))
+    finally:
+        await pool.close(_CONNECT_SECONDS)
 
-    async with _connected(on, NAIVE_CONNECTIONS) as connections:
-        return await _timed(bench, on, jobs=jobs, effect=effect, work=work)
+
+async def one_by_one(bench: Bench, on: Arena, *, jobs: int, effect: bool) -> Sample:
+    """The same on ten connections of the tasks' own, with a claim that reads the ready index only."""
+    async with _connected(on, CONNECTIONS) as connections:
+        free = list(connections)
+
+        async def work(owner: str) -> None:
+            connection = free.pop()
+            while (job := await yardsticks.claim_one(connection, on.database, owner=owner)) is not None:
+                await yardsticks.finish_one(connection, on.database, job, owner=owner, effect=effect)
+
+        return await _timed(bench, on, jobs=jobs, effect=effect, work=lambda: _tasks(work))
+
+
+async def _tasks(work: Callable[[str], Coroutine[None, None, None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for number in range(CONNECTIONS):
+            group.create_task(work(f"w-{number}"), name=f"yardstick {number}")
 
 
 async def ceiling(bench: Bench, on: Arena, *, jobs: int, effect: bool) -> Sample:
@@ -62,7 +92,8 @@ async def ceiling(bench: Bench, on: Arena, *, jobs: int, effect: bool) -> Sample
 
 
 async def _timed(bench: Bench, on: Arena, *, jobs: int, effect: bool, work: Callable[[], Awaitable[None]]) -> Sample:
-    await yardsticks.fill(on.connection, on.database, jobs, text=filling(SMALL_BYTES))
+    await yardsticks.fill(on.connection, on.database, jobs, text=text_of(SMALL_BYTES))
+    await on.checkpoint()
     meter = bench.meter(on)
     before = await meter.read()
     started_at = local_seconds()

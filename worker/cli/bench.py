@@ -8,7 +8,7 @@ import json as json_text
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,21 +25,33 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HEAD = ("scenario", "case", "median", "min", "max", "unit")
-_COST_HEAD = ("what a job used", "worker µs", "server µs", "WAL B", "dead", "stmts")
+_COST_HEAD = ("what a job used", "worker µs", "server µs", "WAL B", "dead", "stmts", "xacts")
 _RATIO_HEAD = ("scenario", "ratio", "median", "min", "max")
 _MOST_TASKS = 10_000
+_ALL = "all"
 
 
 def bench(
-    only: Annotated[
-        str | None, typer.Option("--only", metavar="NAMES", help="Scenarios, with commas between them.", show_default="all")
+    scenarios: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="drain latency enqueue history snapshot processes (these, if none is named), payloads faults contended shapes"
+            " aged ledger, or all.",
+            show_default=False,
+        ),
     ] = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", min=100, max=10_000_000, help="Jobs a run; the snapshot takes ten times as many.")
+        int, typer.Option("--jobs", min=100, max=10_000_000, help="Jobs a run; snapshot takes ten times as many, processes twice.")
     ] = 20_000,
     rows: Annotated[
-        int, typer.Option("--rows", min=100, max=100_000_000, help="Finished rows of the history; half as many wait.")
+        int,
+        typer.Option("--rows", min=100, max=100_000_000, help="history: finished rows, half as many wait; shapes: half for later."),
     ] = 1_000_000,
+    ledger_rows: Annotated[
+        int, typer.Option("--ledger-rows", min=100, max=1_000_000_000, help="ledger: rows of the long one.")
+    ] = 10_000_000,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.01, max=1_440, help="aged: how long it is under load.")] = 10.0,
     runs: Annotated[int, typer.Option("--runs", min=1, max=1_000, help="Runs of each case, interleaved; the median counts.")] = 3,
     tasks: Annotated[
         str, typer.Option("--tasks", metavar="NUMBERS", help="Worker tasks a daemon: drain takes each, the rest the first.")
@@ -48,14 +60,27 @@ def bench(
     embedded: Embedded = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Measure this version on this database: drain, latency, enqueue, history, snapshot, processes.
+    """Measure this version on this database.
+
+    drain: without and with effect, beside one job at a time and beside what PostgreSQL can do; latency: idle pick-up; enqueue:
+    single commits with and without our trigger, bulk beside COPY; history: finished and waiting rows; snapshot: under an old one;
+    processes: 1, 2 and 4; payloads: by size; faults: one failing effect among 101; contended: shared rows; shapes: jobs for later,
+    queues, priorities; aged: a single INSERT after minutes of load; ledger: a long one. docs/benchmarks.md says how each counts.
 
     In schemas of its own (worker_bench_…), removed at the end. It takes the machine and the server for some minutes: not for a
     server that others need meanwhile.
     """
     from worker.bench.running import Plan
 
-    plan = Plan(jobs=jobs, rows=rows, runs=runs, tasks=_tasks(tasks), scenarios=_scenarios(only))
+    plan = Plan(
+        jobs=jobs,
+        rows=rows,
+        ledger_rows=ledger_rows,
+        minutes=minutes,
+        runs=runs,
+        tasks=_tasks(tasks),
+        scenarios=_scenarios(scenarios or []),
+    )
     with (
         reach(embedded, data_dir) as settings,
         tempfile.TemporaryDirectory(prefix="reliable-worker-bench-") as directory,
@@ -101,16 +126,15 @@ def _run(settings: Settings, plan: Plan, directory: Path, say: Callable[[str], N
             raise KeyboardInterrupt from None
 
 
-def _scenarios(only: str | None) -> tuple[str, ...]:
-    from worker.bench.suite import SCENARIOS
+def _scenarios(names: Sequence[str]) -> tuple[str, ...]:
+    from worker.bench.suite import SCENARIOS, USUAL
 
-    if only is None:
-        return tuple(SCENARIOS)
-    names = [name.strip() for name in only.split(",")]
     for name in names:
-        if name not in SCENARIOS:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(SCENARIOS)}", param_hint="--only")
-    return tuple(dict.fromkeys(names))
+        if name not in (*SCENARIOS, _ALL):
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(SCENARIOS)}, {_ALL}", param_hint="SCENARIO")
+    if _ALL in names:
+        return tuple(SCENARIOS)
+    return tuple(dict.fromkeys(names)) or USUAL
 
 
 def _tasks(text: str) -> tuple[int, ...]:
@@ -147,4 +171,5 @@ def _print_tables(book: Book, document: dict[str, object]) -> None:
     print_line(f"time: {document['timing']}")
     print_line(
         "a job: medians; CPU of the worker's process and of the whole server (in ticks of the kernel), WAL, dead rows, statements"
+        " (effects left out), transactions"
     )

@@ -6,8 +6,8 @@ Statements that run while something is measured carry a comment by which pg_stat
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import asyncpg
@@ -72,16 +72,39 @@ async def remove(connection: Connection, database: Database) -> None:
 # --- jobs to measure with
 
 EMPTY = "TRUNCATE {schema}.jobs, {schema}.processed_messages, {schema}.job_effects, {schema}.job_failures"
+EMPTY_BUT_LEDGER = "TRUNCATE {schema}.jobs, {schema}.processed_messages, {schema}.job_failures"
 
 
 async def empty(connection: Connection, database: Database) -> None:
     await connection.execute(database.sql(EMPTY))
 
 
+async def empty_but_ledger(connection: Connection, database: Database) -> None:
+    await connection.execute(database.sql(EMPTY_BUT_LEDGER))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """Jobs to write, all alike but for their number, key, queue and priority."""
+
+    count: int
+    kind: str
+    text: str
+    """Part of each payload, `{"n": 17, "text": …}`."""
+    queues: tuple[str, ...] = ("default",)
+    """In turn."""
+    priorities: int = 1
+    """So many, from the highest to 0, each for as many jobs: in the order of the ids as well as in that of the claims."""
+    random_keys: bool = False
+    """Else they rise, as those of an application that takes them from a sequence."""
+    max_attempts: int = 5
+
+
 FILL = """
-INSERT INTO {schema}.jobs (idempotency_key, kind, payload, available_at)
-SELECT $1 || g, $2, jsonb_build_object('n', g, 'text', $3::text), to_timestamp($4::float8)
-FROM generate_series(1, $5::int) AS g
+INSERT INTO {schema}.jobs (idempotency_key, kind, queue, priority, payload, max_attempts, available_at)
+SELECT CASE WHEN $2 THEN gen_random_uuid()::text ELSE $1 || g END, $3, ($4::text[])[1 + g % cardinality($4::text[])],
+    $5::int - 1 - (g - 1)::bigint * $5::int / $6::int, jsonb_build_object('n', g, 'text', $7::text), $8, to_timestamp($9::float8)
+FROM generate_series(1, $6::int) AS g
 """
 LAST_ID = "SELECT COALESCE(max(id), 0) FROM {schema}.jobs"
 
@@ -97,14 +120,23 @@ class Jobs(NamedTuple):
         return self.last_id - self.first_id + 1
 
 
-async def fill(
-    connection: Connection, database: Database, count: int, *, keys: str, kind: str, text: str, due_at_seconds: float
-) -> Jobs:
-    """`count` jobs with keys that begin with `keys`, due together at a moment of the database's clock (seconds since 1970)."""
-    await connection.execute(database.sql(FILL), keys, kind, text, due_at_seconds, count)
+async def fill(connection: Connection, database: Database, filling: Filling, *, keys: str, due_at_seconds: float) -> Jobs:
+    """Jobs with keys that begin with `keys`, due together at a moment of the database's clock (seconds since 1970)."""
+    await connection.execute(
+        database.sql(FILL),
+        keys,
+        filling.random_keys,
+        filling.kind,
+        list(filling.queues),
+        filling.priorities,
+        filling.count,
+        filling.text,
+        filling.max_attempts,
+        due_at_seconds,
+    )
     last_id: int = await connection.fetchval(database.sql(LAST_ID))
     # Nobody else inserts here, so the ids follow each other.
-    return Jobs(last_id - count + 1, last_id)
+    return Jobs(last_id - filling.count + 1, last_id)
 
 
 FILL_FINISHED = """
@@ -125,9 +157,21 @@ async def vacuum(connection: Connection, database: Database) -> None:
     await connection.execute(database.sql("VACUUM (ANALYZE) {schema}.jobs"))
 
 
+async def checkpoint(connection: Connection) -> bool:
+    """So that none comes in the middle of a run by chance; False where this role may not."""
+    try:
+        await connection.execute("CHECKPOINT")
+    except asyncpg.InsufficientPrivilegeError:
+        return False
+    return True
+
+
+MOMENT = "SELECT extract(epoch FROM clock_timestamp())::float8 + $1::float8 /* worker bench */"
+
+
 async def moment_in(connection: Connection, seconds: float) -> float:
     """The database's clock that far ahead, in seconds since 1970."""
-    moment: float = await connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8 + $1::float8", seconds)
+    moment: float = await connection.fetchval(MOMENT, seconds)
     return moment
 
 
@@ -153,7 +197,9 @@ async def ended_at(connection: Connection, database: Database, jobs: Jobs) -> fl
 
 
 IDLE = "SELECT count(*) FROM {schema}.processes WHERE hungry AND pid = ANY ($1::int[])"
+KNOWN = "SELECT count(*) FROM {schema}.processes WHERE pid = ANY ($1::int[])"
 RUNNING = "SELECT count(*) FROM {schema}.jobs WHERE state = 'running'"
+READY = "SELECT count(*) FROM {schema}.jobs WHERE state = 'ready' AND available_at <= now()"
 
 
 async def count_idle(connection: Connection, database: Database, pids: Sequence[int]) -> int:
@@ -161,8 +207,18 @@ async def count_idle(connection: Connection, database: Database, pids: Sequence[
     return int(await connection.fetchval(database.sql(IDLE), list(pids)))
 
 
+async def count_known(connection: Connection, database: Database, pids: Sequence[int]) -> int:
+    """How many of these processes have told that they are there."""
+    return int(await connection.fetchval(database.sql(KNOWN), list(pids)))
+
+
 async def count_running(connection: Connection, database: Database) -> int:
     return int(await connection.fetchval(database.sql(RUNNING)))
+
+
+async def count_ready(connection: Connection, database: Database) -> int:
+    """How many wait that could run."""
+    return int(await connection.fetchval(database.sql(READY)))
 
 
 # --- what came of it
@@ -211,64 +267,6 @@ async def results(connection: Connection, database: Database, ids: Sequence[int]
     return {row[0]: row[1] for row in await connection.fetch(database.sql(RESULTS), list(ids))}
 
 
-# --- what it cost
-
-WAL = "SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint /* worker bench */"
-
-
-async def wal_bytes(connection: Connection) -> int:
-    """The position of the server's write-ahead log."""
-    return int(await connection.fetchval(WAL))
-
-
-VERSIONS = "SELECT sum(n_tup_upd + n_tup_del)::bigint, sum(n_tup_hot_upd)::bigint FROM pg_stat_all_tables WHERE schemaname = $1"
-
-
-class RowVersions(NamedTuple):
-    dead: int
-    hot: int
-
-
-async def row_versions(connection: Connection, database: Database) -> RowVersions:
-    """Row versions of the schema's tables that updates and deletions have left behind so far, as the statistics know by now."""
-    return RowVersions(*await connection.fetchrow(VERSIONS, database.schema))
-
-
-STATEMENTS_VIEW = """
-SELECT format('%I.pg_stat_statements', n.nspname)
-FROM pg_extension AS e JOIN pg_namespace AS n ON n.oid = e.extnamespace
-WHERE e.extname = 'pg_stat_statements'
-"""
-STATEMENTS = """
-SELECT COALESCE(sum(calls) FILTER (WHERE query NOT LIKE ALL ({effects})), 0)::bigint,
-    COALESCE(sum(calls) FILTER (WHERE query LIKE ANY ({effects})), 0)::bigint
-FROM {view}
-WHERE userid = current_user::regrole AND dbid = (SELECT oid FROM pg_database WHERE datname = current_database())
-    AND query NOT LIKE '%worker bench%' AND query NOT LIKE '%pg_stat_statements%'
-""".replace("{effects}", "ARRAY['%processed_messages%', '%yardstick_effects%']")
-
-
-class Statements(NamedTuple):
-    ours: int
-    effects: int
-
-
-async def statements_view(connection: Connection) -> str | None:
-    """The view of pg_stat_statements, quoted, if it is installed here and may be read."""
-    view: str | None = await connection.fetchval(STATEMENTS_VIEW)
-    if view is not None:
-        try:
-            await count_statements(connection, view)
-        except asyncpg.PostgresError:  # installed but not preloaded, or no right to see it
-            return None
-    return view
-
-
-async def count_statements(connection: Connection, view: str) -> Statements:
-    """Statements of this role in this database so far."""
-    return Statements(*await connection.fetchrow(STATEMENTS.replace("{view}", view)))
-
-
 # --- an old snapshot
 
 
@@ -282,40 +280,3 @@ async def old_snapshot(database: Database) -> AsyncIterator[None]:
         yield
     finally:
         connection.terminate()
-
-
-# --- enqueueing
-
-INSERT_ONE = "INSERT INTO {schema}.jobs (idempotency_key, kind, payload) VALUES ($1, $2, $3)"
-TRIGGER = "ALTER TABLE {schema}.jobs {verb} TRIGGER jobs_wake"
-COPY_OF_JOBS = "CREATE TABLE {schema}.jobs_copy (LIKE {schema}.jobs INCLUDING ALL)"
-COPIED = ("idempotency_key", "kind", "queue", "payload")
-
-
-async def insert_one(connection: Connection, database: Database, *, key: str, kind: str, payload: str) -> None:
-    """The plainest way in: one row, one commit. `payload` is JSON text."""
-    await connection.execute(database.sql(INSERT_ONE), key, kind, payload)
-
-
-async def enable_trigger(connection: Connection, database: Database) -> None:
-    await connection.execute(database.sql(TRIGGER).replace("{verb}", "ENABLE"))
-
-
-async def disable_trigger(connection: Connection, database: Database) -> None:
-    await connection.execute(database.sql(TRIGGER).replace("{verb}", "DISABLE"))
-
-
-async def make_copy_table(connection: Connection, database: Database) -> None:
-    """A table like `jobs`, with the same defaults, indexes and CHECKs, and no trigger."""
-    await connection.execute(database.sql(COPY_OF_JOBS))
-
-
-async def copy_rows(connection: Connection, database: Database, lines: bytes) -> None:
-    """COPY text lines (columns of COPIED) into the copy of the table."""
-    await connection.copy_to_table(
-        "jobs_copy", schema_name=database.schema, columns=COPIED, source=io.BytesIO(lines), format="text"
-    )
-
-
-async def empty_copy(connection: Connection, database: Database) -> None:
-    await connection.execute(database.sql("TRUNCATE {schema}.jobs_copy"))

@@ -1,10 +1,12 @@
-"""Two yardsticks for `worker bench`: a queue as anybody writes it in an afternoon, and what PostgreSQL can do at most.
+"""Three yardsticks for `worker bench`: a queue as anybody writes it in an afternoon, and what PostgreSQL can do at most.
 
-- `naive`: a task claims one job in one transaction, and commits effect and completion in a second one;
+- `naive`: the recipe as it is described: a pool of connections, a claim that reads ready and expired jobs with one OR, and one
+  transaction with effect and completion a job;
+- `one by one`: the same with what an experienced hand would change: connections of their own, a claim over the ready index;
 - `ceiling`: claims of 300 and grouped commits of 300, each on a connection of its own, with nothing between the two: no
   handlers, no leases to renew, no ledger, no logs.
 
-Both work on a table that has what such a queue needs and nothing more.
+All work on a table that has what such a queue needs and nothing more.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ CREATE TABLE {schema}.yardstick_jobs (
     payload jsonb NOT NULL,
     state text COLLATE "C" NOT NULL DEFAULT 'ready' CHECK (state IN ('ready', 'running', 'succeeded', 'dead')),
     attempts int NOT NULL DEFAULT 0,
+    max_attempts int NOT NULL DEFAULT 5,
     fence bigint NOT NULL DEFAULT 0,
     due_at timestamptz NOT NULL DEFAULT now(),
     owner text COLLATE "C",
     owned_until timestamptz,
+    last_error text,
+    created_at timestamptz NOT NULL DEFAULT now(),
     completed_at timestamptz
 );
 CREATE INDEX ON {schema}.yardstick_jobs (due_at, id) WHERE state = 'ready';
@@ -76,6 +81,21 @@ async def count_done(connection: Connection, database: Database) -> tuple[int, i
 
 # --- one by one
 
+CLAIM_NAIVE = """
+WITH candidate AS (
+    SELECT id FROM {schema}.yardstick_jobs
+    WHERE attempts < max_attempts
+        AND ((state = 'ready' AND due_at <= now()) OR (state = 'running' AND owned_until < now()))
+    ORDER BY due_at, id
+    FOR UPDATE SKIP LOCKED
+    LIMIT 1
+)
+UPDATE {schema}.yardstick_jobs AS j
+SET state = 'running', owner = $1, owned_until = now() + interval '30 seconds', attempts = attempts + 1, fence = fence + 1
+FROM candidate
+WHERE j.id = candidate.id
+RETURNING j.id, j.key, j.fence, j.payload::text
+"""
 CLAIM_ONE = """
 UPDATE {schema}.yardstick_jobs
 SET state = 'running', owner = $1, owned_until = now() + interval '30 seconds', attempts = attempts + 1, fence = fence + 1
@@ -89,7 +109,7 @@ RETURNING id, key, fence, payload::text
 """
 FINISH_ONE = """
 UPDATE {schema}.yardstick_jobs
-SET state = 'succeeded', completed_at = now(), owner = NULL, owned_until = NULL
+SET state = 'succeeded', completed_at = now(), owner = NULL, owned_until = NULL, last_error = NULL
 WHERE id = $1 AND fence = $2 AND owner = $3
 """
 EFFECT = "INSERT INTO {schema}.yardstick_effects (key, message) VALUES ($1, 'm')"
@@ -100,6 +120,12 @@ class Claimed(NamedTuple):
     key: str
     fence: int
     payload: str
+
+
+async def claim_naive(connection: Connection, database: Database, *, owner: str) -> Claimed | None:
+    """One claim as the recipe has it, committed; None when nothing is left."""
+    row = await connection.fetchrow(database.sql(CLAIM_NAIVE), owner)
+    return None if row is None else Claimed(*row)
 
 
 async def claim_one(connection: Connection, database: Database, *, owner: str) -> Claimed | None:
@@ -134,7 +160,7 @@ RETURNING j.id, j.key, j.fence, j.payload::text, j.due_at
 """
 FINISH_GROUP = """
 UPDATE {schema}.yardstick_jobs AS j
-SET state = 'succeeded', completed_at = now(), owner = NULL, owned_until = NULL
+SET state = 'succeeded', completed_at = now(), owner = NULL, owned_until = NULL, last_error = NULL
 FROM unnest($1::bigint[], $2::bigint[]) AS held(id, fence)
 WHERE j.id = held.id AND j.fence = held.fence AND j.owner = 'c'
 RETURNING j.id
