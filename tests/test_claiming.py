@@ -427,6 +427,7 @@ def claim_text(limit: int) -> str:
     return re.sub(r"\{limit\}", str(limit), claiming.CLAIM)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("analyzed", ["never", "while nothing ran", "as it is"])
 async def test_plans_stay_right_with_much_history_under_an_old_snapshot(database_url: str, analyzed: str) -> None:
     """Each statement finds its rows by the index that was made for it, whatever the planner believes."""
@@ -435,11 +436,11 @@ async def test_plans_stay_right_with_much_history_under_an_old_snapshot(database
         seen(database_url) as old,
         session(database_url, claiming.CLAIM_SETTINGS) as (connection, database),
     ):
-        await run.connection.execute("SET statement_timeout = '60s'; ALTER TABLE jobs SET (autovacuum_enabled = off)")
+        await run.connection.execute("SET statement_timeout = '120s'; ALTER TABLE jobs SET (autovacuum_enabled = off)")
         await run.connection.execute(
             "INSERT INTO jobs (payload, state, completed_at, fence, available_at, created_at)"
             " SELECT '{}', CASE WHEN n % 50 = 0 THEN 'dead' ELSE 'succeeded' END, now(), nextval('fence_seq'),"
-            " now() - interval '2 days', now() - interval '2 days' FROM generate_series(1, 50000) AS n"
+            " now() - interval '2 days', now() - interval '2 days' FROM generate_series(1, 1000000) AS n"
         )
         await old.connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
         await old.connection.fetchval("SELECT count(*) FROM schema_version")
@@ -473,7 +474,7 @@ async def test_plans_stay_right_with_much_history_under_an_old_snapshot(database
             from_the_start = ("'default'", "0", f"'{OWNER}'", "30", "'-infinity'", "0", "10000000")
             one, _ = await plans(claiming.CLAIM_SETTINGS, claim_text(1), *arguments)
             one_from_the_start, _ = await plans(claiming.CLAIM_SETTINGS, claim_text(1), *from_the_start)
-            assert one < 60
+            assert one < 100
             assert one_from_the_start > one, "else there is nothing that a cursor could save"
 
             for template in settling.COMPLETE.values():
