@@ -312,4 +312,300 @@ BEGIN
 END
 $$;
 
+-- Named leases: one row a resource, which remembers its last acquisition. A lease is live while it is neither released nor past
+-- expires_at, by clock_timestamp(): these functions may be called in a transaction that began long ago. A renewal changes
+-- nothing that is indexed, on purpose: there is room in the page, and no index on expires_at.
+CREATE TABLE leases (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    resource text COLLATE "C" NOT NULL UNIQUE
+        CONSTRAINT leases_resource_size CHECK (octet_length(resource) BETWEEN 1 AND 512),
+    holder text COLLATE "C" NOT NULL
+        CONSTRAINT leases_holder_size CHECK (octet_length(holder) BETWEEN 1 AND 128),
+    fence bigint NOT NULL,
+    ttl_seconds double precision NOT NULL
+        CONSTRAINT leases_ttl CHECK (ttl_seconds BETWEEN 1 AND 86400),
+    -- When the present holder acquired it.
+    created_at timestamptz NOT NULL,
+    renewed_at timestamptz,
+    released_at timestamptz,
+    expires_at timestamptz NOT NULL,
+    -- What the acquisition was called by whoever asked, so that asking again after a lost answer is safe.
+    request_id text COLLATE "C"
+        CONSTRAINT leases_request_id_size CHECK (octet_length(request_id) BETWEEN 1 AND 128),
+    metadata jsonb NOT NULL
+        CONSTRAINT leases_metadata_size CHECK (jsonb_typeof(metadata) = 'object' AND pg_column_size(metadata) <= 8192)
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 200);
+
+-- Milliseconds that a lease goes on, rounded down; 0 when it is over.
+CREATE FUNCTION lease_expires_in_ms(expires_at timestamptz, released_at timestamptz) RETURNS bigint
+LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
+    SELECT CASE WHEN released_at IS NULL
+        THEN GREATEST(floor(extract(epoch FROM expires_at - clock_timestamp()) * 1000), 0)::bigint
+        ELSE 0 END
+$$;
+
+-- Acquire: `acquired` when the resource is free, released or expired; `held` by somebody (also by the same holder: a lease is
+-- not re-entrant) with the time it has left. The same request_id of the same holder again: `acquired` with the same fence and
+-- the remaining time while that lease lives, `ended` afterwards, until somebody else has acquired the resource. Always one row;
+-- a lost race at repeatable read or serializable, a deadlock with another acquisition and a wait beyond lock_timeout are `held`
+-- (by NULL: that rival cannot be seen from here), never an error.
+CREATE FUNCTION acquire_lease(
+    resource text,
+    OUT outcome text,
+    OUT id bigint,
+    OUT fence bigint,
+    INOUT holder text,
+    ttl_seconds double precision DEFAULT 30,
+    request_id text DEFAULT NULL,
+    metadata jsonb DEFAULT '{}',
+    OUT expires_in_ms bigint
+) RETURNS record
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    asking text := acquire_lease.holder;
+    details jsonb := COALESCE(acquire_lease.metadata, '{}');
+    is_over boolean;
+    is_same boolean;
+BEGIN
+    IF (octet_length(acquire_lease.resource) BETWEEN 1 AND 512) IS NOT TRUE THEN
+        RAISE EXCEPTION 'resource: 1 to 512 bytes of text are needed' USING ERRCODE = '22023';
+    END IF;
+    IF (octet_length(asking) BETWEEN 1 AND 128) IS NOT TRUE THEN
+        RAISE EXCEPTION 'holder: 1 to 128 bytes of text are needed' USING ERRCODE = '22023';
+    END IF;
+    IF (acquire_lease.ttl_seconds BETWEEN 1 AND 86400) IS NOT TRUE THEN
+        RAISE EXCEPTION 'ttl_seconds: % is not from 1 to 86400', COALESCE(acquire_lease.ttl_seconds::text, 'NULL')
+            USING ERRCODE = '22023';
+    END IF;
+    IF octet_length(acquire_lease.request_id) NOT BETWEEN 1 AND 128 THEN
+        RAISE EXCEPTION 'request_id: 1 to 128 bytes of text, or NULL' USING ERRCODE = '22023';
+    END IF;
+    IF jsonb_typeof(details) <> 'object' OR pg_column_size(details) > 8192 THEN
+        RAISE EXCEPTION 'metadata: a JSON object of at most 8192 bytes is needed' USING ERRCODE = '22023';
+    END IF;
+    FOR round IN 1..100 LOOP
+        -- The fence is drawn and the time is read under the row's lock (a row that changed while we waited for it is looked at
+        -- again), so that fences of one resource rise in the order of its acquisitions.
+        UPDATE leases AS l
+        SET holder = asking, fence = nextval('fence_seq'), ttl_seconds = acquire_lease.ttl_seconds,
+            created_at = clock_timestamp(), renewed_at = NULL, released_at = NULL,
+            expires_at = clock_timestamp() + acquire_lease.ttl_seconds * interval '1 second',
+            request_id = acquire_lease.request_id, metadata = details
+        WHERE l.resource = acquire_lease.resource
+            AND (l.released_at IS NOT NULL OR l.expires_at <= clock_timestamp())
+            AND (l.request_id = acquire_lease.request_id AND l.holder = asking) IS NOT TRUE
+        RETURNING 'acquired', l.id, l.fence, l.holder, lease_expires_in_ms(l.expires_at, l.released_at)
+        INTO acquire_lease.outcome, acquire_lease.id, acquire_lease.fence, acquire_lease.holder, acquire_lease.expires_in_ms;
+        IF FOUND THEN
+            RETURN;
+        END IF;
+        SELECT l.id, l.fence, l.holder, lease_expires_in_ms(l.expires_at, l.released_at),
+            l.released_at IS NOT NULL OR l.expires_at <= clock_timestamp(),
+            (l.request_id = acquire_lease.request_id AND l.holder = asking) IS TRUE
+        INTO acquire_lease.id, acquire_lease.fence, acquire_lease.holder, acquire_lease.expires_in_ms, is_over, is_same
+        FROM leases AS l WHERE l.resource = acquire_lease.resource;
+        IF NOT FOUND THEN
+            -- A place to acquire, released from the start, in the next round. Not acquired in here: the fence would be drawn
+            -- before the row is ours, and could be lower than one that came and was pruned meanwhile.
+            INSERT INTO leases (resource, holder, fence, ttl_seconds, created_at, released_at, expires_at, metadata)
+            VALUES (acquire_lease.resource, asking, 0, acquire_lease.ttl_seconds, clock_timestamp(), clock_timestamp(),
+                clock_timestamp(), '{}')
+            ON CONFLICT (resource) DO NOTHING;
+        ELSIF is_same THEN
+            acquire_lease.outcome := CASE WHEN is_over THEN 'ended' ELSE 'acquired' END;
+            RETURN;
+        ELSIF NOT is_over THEN
+            acquire_lease.outcome := 'held';
+            acquire_lease.fence := NULL;
+            RETURN;
+        END IF;
+        -- Over by now, or there is a place: ask again.
+    END LOOP;
+    -- It comes and goes: whoever has it now, it is not the caller.
+    RAISE serialization_failure;
+EXCEPTION WHEN serialization_failure OR deadlock_detected OR lock_not_available THEN
+    SELECT 'held' INTO acquire_lease.outcome, acquire_lease.id, acquire_lease.fence, acquire_lease.holder,
+        acquire_lease.expires_in_ms;
+END
+$$;
+
+-- Renew: for ttl_seconds from now, by default as long as before; returns the milliseconds until it expires. RW001 unless this
+-- holder has the live lease under this fence.
+CREATE FUNCTION renew_lease(resource text, holder text, fence bigint, ttl_seconds double precision DEFAULT NULL) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    remaining_ms bigint;
+BEGIN
+    IF renew_lease.ttl_seconds NOT BETWEEN 1 AND 86400 THEN
+        RAISE EXCEPTION 'ttl_seconds: % is not from 1 to 86400', renew_lease.ttl_seconds USING ERRCODE = '22023';
+    END IF;
+    UPDATE leases AS l
+    SET ttl_seconds = COALESCE(renew_lease.ttl_seconds, l.ttl_seconds), renewed_at = clock_timestamp(),
+        expires_at = clock_timestamp() + COALESCE(renew_lease.ttl_seconds, l.ttl_seconds) * interval '1 second'
+    WHERE l.resource = renew_lease.resource AND l.holder = renew_lease.holder AND l.fence = renew_lease.fence
+        AND l.released_at IS NULL AND l.expires_at > clock_timestamp()
+    RETURNING lease_expires_in_ms(l.expires_at, l.released_at) INTO remaining_ms;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'no live lease of "%" by "%" with fence %', renew_lease.resource, renew_lease.holder, renew_lease.fence
+            USING ERRCODE = 'RW001';
+    END IF;
+    RETURN remaining_ms;
+END
+$$;
+
+-- Release: the lease ends at once and can be acquired again at once. Repeated with the same fence: true again. RW001 unless this
+-- holder has, or released, the lease under this fence.
+CREATE FUNCTION release_lease(resource text, holder text, fence bigint) RETURNS boolean
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+BEGIN
+    UPDATE leases AS l
+    SET released_at = clock_timestamp()
+    WHERE l.resource = release_lease.resource AND l.holder = release_lease.holder AND l.fence = release_lease.fence
+        AND l.released_at IS NULL AND l.expires_at > clock_timestamp();
+    IF NOT FOUND AND NOT EXISTS (
+        SELECT FROM leases AS l
+        WHERE l.resource = release_lease.resource AND l.holder = release_lease.holder AND l.fence = release_lease.fence
+            AND l.released_at IS NOT NULL)
+    THEN
+        RAISE EXCEPTION 'no live lease of "%" by "%" with fence %',
+            release_lease.resource, release_lease.holder, release_lease.fence
+            USING ERRCODE = 'RW001';
+    END IF;
+    RETURN true;
+END
+$$;
+
+-- The generator: the state that is wanted, what it produces, and how far it has come. No row: nobody has started it yet. Its
+-- slots are the multiples of the spacing since 1970-01-01 UTC, by this server's clock; `name` is the resource of its lease, too.
+CREATE TABLE generators (
+    name text COLLATE "C" PRIMARY KEY
+        CONSTRAINT generators_name CHECK (octet_length(name) BETWEEN 1 AND 128 AND name <> 'auto'),
+    state text COLLATE "C" NOT NULL
+        CONSTRAINT generators_state CHECK (state IN ('STARTED', 'STOPPED')),
+    every_seconds double precision NOT NULL DEFAULT 1
+        CONSTRAINT generators_every CHECK (every_seconds BETWEEN 0.0001 AND 2592000),
+    kind text COLLATE "C" NOT NULL DEFAULT 'sleep'
+        CONSTRAINT generators_kind_size CHECK (octet_length(kind) BETWEEN 1 AND 128),
+    -- NULL: a pause of random length, from the two bounds.
+    payload jsonb
+        CONSTRAINT generators_payload_size CHECK (pg_column_size(payload) <= 1048576),
+    min_seconds double precision DEFAULT 1,
+    max_seconds double precision DEFAULT 10,
+    -- The last slot that is settled: produced, refused or skipped. Only rises.
+    last_slot_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    produced bigint NOT NULL DEFAULT 0,
+    skipped bigint NOT NULL DEFAULT 0,
+    failed bigint NOT NULL DEFAULT 0,
+    last_error text
+        CONSTRAINT generators_last_error_size CHECK (char_length(last_error) <= 1000),
+    CONSTRAINT generators_bounds CHECK (
+        CASE WHEN payload IS NULL THEN COALESCE(0 <= min_seconds AND min_seconds <= max_seconds AND max_seconds <= 86400, false)
+        ELSE min_seconds IS NULL AND max_seconds IS NULL END)
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 200);
+
+-- Produce the slots that are due, at most `most`: their jobs and the mark of the last slot in one transaction, each slot once,
+-- for whoever holds the lease under this fence. Slots that are late by more than `late_seconds` are skipped, but for the newest.
+-- outcome: `produced` · `not_due` · `stopped` · `lost` (this holder has no live lease under this fence).
+CREATE FUNCTION produce_slots(
+    name text,
+    holder text,
+    fence bigint,
+    late_seconds double precision,
+    most int,
+    OUT outcome text,
+    OUT produced int,
+    OUT skipped bigint,
+    OUT failed int,
+    OUT error text,
+    OUT next_in_seconds double precision
+) RETURNS record
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    lease leases;
+    wanted generators;
+    now_at timestamptz;
+    now_us bigint;  -- microseconds since 1970
+    spacing bigint;  -- microseconds
+    first_slot bigint;
+    last_slot bigint;
+    from_slot bigint;
+    to_slot bigint;
+BEGIN
+    SELECT 0, 0, 0 INTO produce_slots.produced, produce_slots.skipped, produce_slots.failed;
+    -- Locked to the end of this transaction: meanwhile nobody acquires the lease, and its release waits.
+    SELECT l.* INTO lease FROM leases AS l WHERE l.resource = produce_slots.name FOR NO KEY UPDATE;
+    -- The time is read when the row is ours: it may have expired while we waited for it.
+    IF (lease.holder = produce_slots.holder AND lease.fence = produce_slots.fence
+        AND lease.released_at IS NULL AND lease.expires_at > clock_timestamp()) IS NOT TRUE
+    THEN
+        produce_slots.outcome := 'lost';
+        RETURN;
+    END IF;
+    SELECT g.* INTO wanted FROM generators AS g WHERE g.name = produce_slots.name FOR NO KEY UPDATE;
+    IF (wanted.state = 'STARTED') IS NOT TRUE THEN
+        produce_slots.outcome := 'stopped';
+        RETURN;
+    END IF;
+    spacing := round(wanted.every_seconds * 1000000)::bigint;
+    now_at := clock_timestamp();  -- now() may be before the slot
+    now_us := (extract(epoch FROM now_at) * 1000000)::bigint;
+    first_slot := (extract(epoch FROM wanted.last_slot_at) * 1000000)::bigint / spacing + 1;
+    last_slot := now_us / spacing;
+    IF last_slot < first_slot THEN
+        produce_slots.outcome := 'not_due';
+        produce_slots.next_in_seconds := (first_slot * spacing - now_us) / 1000000.0;
+        RETURN;
+    END IF;
+    produce_slots.outcome := 'produced';
+    from_slot := GREATEST(
+        first_slot, LEAST(last_slot, (now_us - (produce_slots.late_seconds * 1000000)::bigint + spacing - 1) / spacing));
+    -- All of them are in one transaction, and should fit into a few megabytes.
+    to_slot := LEAST(
+        last_slot, from_slot - 1 + LEAST(produce_slots.most, GREATEST(4194304 / COALESCE(pg_column_size(wanted.payload), 64), 1)));
+    BEGIN
+        -- The slot's own moment is the key: moments only rise, so no slot of another spacing or another year has the same.
+        INSERT INTO jobs (idempotency_key, available_at, created_at, kind, payload)
+        SELECT wanted.name || ':' || to_char(
+                (timestamptz 'epoch' + s.slot * spacing * interval '1 microsecond') AT TIME ZONE 'UTC',
+                'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+            now_at,
+            now_at,
+            wanted.kind,
+            COALESCE(wanted.payload, jsonb_build_object('sleep_duration_seconds', CASE
+                WHEN wanted.min_seconds = floor(wanted.min_seconds) AND wanted.max_seconds = floor(wanted.max_seconds)
+                THEN (wanted.min_seconds + floor(random() * (wanted.max_seconds - wanted.min_seconds + 1)))::numeric
+                ELSE LEAST(GREATEST(round((wanted.min_seconds + random() * (wanted.max_seconds - wanted.min_seconds))::numeric, 3),
+                    wanted.min_seconds::numeric), wanted.max_seconds::numeric)
+                END))
+        FROM generate_series(from_slot, to_slot) AS s (slot)
+        ON CONFLICT (idempotency_key) DO NOTHING;
+        GET DIAGNOSTICS produced = ROW_COUNT;
+        SET CONSTRAINTS ALL IMMEDIATE;  -- what would be refused at COMMIT is refused here
+    EXCEPTION WHEN OTHERS THEN
+        -- Trouble with the server, or a lock: these slots are tried again. Anything else would only come again.
+        IF left(SQLSTATE, 2) IN ('08', '25', '40', '53', '55', '57', '58', 'XX') THEN
+            RAISE;
+        END IF;
+        produce_slots.produced := 0;
+        produce_slots.failed := to_slot - from_slot + 1;
+        produce_slots.error := left(SQLERRM || ' (SQLSTATE ' || SQLSTATE || ')', 1000);
+    END;
+    -- A slot whose job is there already (somebody has put the mark back) is skipped like one that is too late.
+    produce_slots.skipped := to_slot - first_slot + 1 - produce_slots.produced - produce_slots.failed;
+    UPDATE generators AS g
+    SET last_slot_at = timestamptz 'epoch' + to_slot * spacing * interval '1 microsecond',
+        produced = g.produced + produce_slots.produced,
+        skipped = g.skipped + produce_slots.skipped,
+        failed = g.failed + produce_slots.failed,
+        last_error = produce_slots.error
+    WHERE g.name = produce_slots.name;
+    produce_slots.next_in_seconds := GREATEST(
+        (to_slot + 1) * spacing - (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, 0) / 1000000.0;
+END
+$$;
+
 COMMIT;

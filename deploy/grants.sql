@@ -16,15 +16,17 @@ BEGIN;
 \if :{?daemon}
 GRANT USAGE ON SCHEMA :"schema" TO :"daemon";
 GRANT SELECT ON :"schema".schema_version TO :"daemon";
-GRANT SELECT, INSERT, UPDATE, DELETE ON :"schema".jobs, :"schema".processes TO :"daemon";
+GRANT SELECT, INSERT, UPDATE, DELETE ON :"schema".jobs, :"schema".processes, :"schema".leases TO :"daemon";
 GRANT SELECT, INSERT ON :"schema".processed_messages TO :"daemon";
 GRANT SELECT, INSERT, DELETE ON :"schema".job_effects, :"schema".job_failures, :"schema".open_transactions TO :"daemon";
-GRANT SELECT, INSERT, UPDATE ON :"schema".fences TO :"daemon";
+GRANT SELECT, INSERT, UPDATE ON :"schema".fences, :"schema".generators TO :"daemon";
 GRANT USAGE ON SEQUENCE :"schema".fence_seq TO :"daemon";
 -- Everybody's by default, unless EXECUTE was revoked from PUBLIC.
 GRANT EXECUTE ON FUNCTION
     :"schema".wake_channel, :"schema".wake_workers, :"schema".enqueue_job, :"schema".cancel_job, :"schema".retry_job,
-    :"schema".check_fence, :"schema".refuse_open_transaction
+    :"schema".check_fence, :"schema".refuse_open_transaction,
+    :"schema".lease_expires_in_ms, :"schema".acquire_lease, :"schema".renew_lease, :"schema".release_lease,
+    :"schema".produce_slots
     TO :"daemon";
 \endif
 
@@ -37,6 +39,12 @@ GRANT INSERT (idempotency_key, kind, queue, priority, payload, available_at, max
     TO :"application";
 GRANT SELECT (id, idempotency_key, state, result, last_error) ON :"schema".jobs TO :"application";
 GRANT EXECUTE ON FUNCTION :"schema".enqueue_job TO :"application";
+-- Named leases, and the fence in front of what they protect.
+GRANT SELECT, INSERT, UPDATE ON :"schema".leases, :"schema".fences TO :"application";
+GRANT USAGE ON SEQUENCE :"schema".fence_seq TO :"application";
+GRANT EXECUTE ON FUNCTION
+    :"schema".lease_expires_in_ms, :"schema".acquire_lease, :"schema".renew_lease, :"schema".release_lease, :"schema".check_fence
+    TO :"application";
 \endif
 
 COMMIT;

@@ -74,7 +74,7 @@ async def test_never_means_never(connection: Connection, database: Database) -> 
     for state in ("succeeded", "dead", "cancelled"):
         await insert(connection, state, state, 100_000)
     await connection.execute("INSERT INTO job_effects VALUES ('gone', 1, 1, now() - interval '10 years')")
-    assert await prune(connection, database, retention_seconds=None) == Pruned(0, 0, 0, 0)
+    assert await prune(connection, database, retention_seconds=None) == Pruned(0, 0, 0, 0, 0)
 
 
 async def test_old_jobs_behind_a_page_of_kept_ones_are_found(connection: Connection, database: Database) -> None:
@@ -111,7 +111,7 @@ async def test_the_failures_of_a_pruned_job_go_with_it_and_orphans_later(connect
         " SELECT id, 1, 1, 'w', 'error', 'x' FROM jobs"
         " UNION ALL SELECT 999999, f, 1, 'w', 'error', 'x' FROM generate_series(1, 3) f"
     )
-    assert await prune(connection, database) == Pruned(jobs=1, failures=3, ledger=0, processes=0)
+    assert await prune(connection, database) == Pruned(jobs=1, failures=3, ledger=0, processes=0, leases=0)
     assert await connection.fetchval("SELECT count(*) FROM job_failures") == 1
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from worker import committer, keeper, listener, reaper
+from worker import committer, events, keeper, listener, reaper
 from worker.claimer import Claimer
 from worker.clock import local_seconds
 from worker.committer import Committer
@@ -21,8 +21,10 @@ from worker.handlers import Handlers, Lifespan
 from worker.health import HealthFile
 from worker.holding import Holdings
 from worker.job import Surroundings
+from worker.job_renewals import JobRenewals
 from worker.keeper import Keeper
 from worker.listener import Listener
+from worker.patience import Patience
 from worker.pool import Pool
 from worker.reaper import Reaper
 from worker.retention import Retention
@@ -49,12 +51,18 @@ class Parts:
     reaper: Reaper
     listener: Listener
     keeper: Keeper
+    renewals: JobRenewals
     committer: Committer
     watch: Watch
     lanes_here: tuple[Lane, ...]
     """Used in the loop of the handlers."""
     lanes_there: tuple[Lane, ...]
     """Used in the rights thread."""
+
+    def outlive_leases(self) -> None:
+        """The process ends and leaves leases to expire, which must make no job a suspect (call it in the keeper's loop)."""
+        self.renewals.outlive_leases()
+        self.keeper.poke()
 
     async def close(self, rights: RightsThread, until: float) -> None:
         """Close what was opened, in peace as long as there is time until that moment, else at once; the keeper ends last."""
@@ -116,7 +124,7 @@ def assemble(
     reap_lane = Lane(database, reaper.ROLE, settings=reaper.REAP_SETTINGS)
     listen_lane = Lane(listen_database, listener.ROLE, idle_seconds=None, max_age_seconds=math.inf)
 
-    the_keeper = Keeper(
+    renewals = JobRenewals(
         database,
         lease_lane,
         presence=leasing.Presence(process_id, of.name, socket.gethostname(), os.getpid(), VERSION, list(of.queues), of.workers),
@@ -126,7 +134,6 @@ def assemble(
         statement_seconds=renewal_seconds,
         busy=lambda: pool.busy(),
         hungry=lambda: the_claimer.is_hungry,
-        on_return=lambda: the_committer.retry_now(),
         health=lambda: orjson.dumps(
             {
                 "held": len(holdings),
@@ -135,6 +142,13 @@ def assemble(
                 "kinds": sorted(handlers.kinds),
             }
         ).decode(),
+    )
+    the_keeper = Keeper(
+        renewals,
+        patience=Patience(
+            events.RENEW_FAILED, first_seconds=min(of.renew_seconds / 16, 1.0), longest_seconds=min(of.renew_seconds / 2, 5.0)
+        ),
+        on_return=lambda: the_committer.retry_now(),
     )
 
     def on_trouble() -> None:
@@ -239,6 +253,7 @@ def assemble(
         reaper=the_reaper,
         listener=the_listener,
         keeper=the_keeper,
+        renewals=renewals,
         committer=the_committer,
         watch=watch,
         lanes_here=(claim_lane, reap_lane, listen_lane),

@@ -11,6 +11,7 @@ No I/O, no clock, no asyncio: every rule here is tested in milliseconds.
 
 from __future__ import annotations
 
+import math
 import traceback
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple
 from worker.masking import masked, without_rows
 
 State = Literal["ready", "running", "succeeded", "dead", "cancelled"]
-ReleaseReason = Literal["shutdown", "not_started", "unknown_kind", "suspect_waits", "claim_lost"]
+ReleaseReason = Literal["shutdown", "not_started", "unknown_kind", "suspect_waits", "claim_lost", "requested"]
 CancelReason = Literal["lease_lost", "lease_untrusted", "timeout", "shutdown", "cancelled"]
 
 LAST_ERROR_CHARACTERS = 1_000
@@ -60,9 +61,12 @@ class Lease(NamedTuple):
     seconds: float
     margin_seconds: float
 
-    def trusted_until(self, sent_at: float) -> float:
-        """Local moment up to which the lease is trusted: from before the request was sent, less the margin."""
-        return sent_at + self.seconds - self.margin_seconds
+    def trusted_until(self, sent_at: float, remaining_seconds: float = math.inf) -> float:
+        """Local moment up to which the lease is trusted: from before the request was sent, less the margin.
+
+        `remaining_seconds`: what the answer says is left of it, where it says so.
+        """
+        return sent_at + min(self.seconds, remaining_seconds) - self.margin_seconds
 
 
 class Backoff(NamedTuple):

@@ -103,7 +103,7 @@ class Drain:
         holdings, claimer = self._parts.holdings, self._parts.claimer
         connection: Connection | None = None
         if holdings.keys():
-            self._rights.call(self._parts.keeper.outlive_leases)
+            self._rights.call(self._parts.outlive_leases)
         try:
             async with asyncio.timeout(_left(deadline)):
                 connection = await self._database.connect("release")
@@ -144,7 +144,7 @@ async def release_behind(parts: Parts, database: Database, *, process_id: str, b
             if attempt.is_behind(blocking):
                 parts.committer.hand_over(attempt.held, Released(reason="shutdown"))
                 attempt.held.lose("lease_lost")  # should the loop turn once more after all
-    parts.keeper.outlive_leases()
+    parts.outlive_leases()
     try:
         connection = await database.connect("release")
         try:

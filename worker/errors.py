@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 _LONGEST_DELAY_SECONDS = 30 * 86_400
 
 
@@ -12,7 +14,26 @@ def _check_delay(name: str, seconds: object) -> None:
 
 
 class LeaseLost(Exception):
-    """This attempt no longer owns its job: nothing it does from here on may count."""
+    """This attempt or holder no longer owns its lease: nothing it does from here on may count.
+
+    `reason`: `lease_lost`, the database says so; `lease_untrusted`, nobody knows, and it may have passed on.
+    """
+
+    def __init__(self, message: str, reason: Literal["lease_lost", "lease_untrusted"] = "lease_lost") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class LeaseHeld(Exception):
+    """Somebody else has the named lease. It is free in `retry_after_seconds` at the latest, unless it is renewed.
+
+    `holder` is None where that acquisition could not be seen yet.
+    """
+
+    def __init__(self, message: str, *, holder: str | None, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.holder = holder
+        self.retry_after_seconds = retry_after_seconds
 
 
 class EffectAlreadyApplied(Exception):

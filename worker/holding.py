@@ -1,7 +1,8 @@
-"""What this process holds: the leases it was given, as seen by the three that use them.
+"""What this process holds: the leases it was given, as seen by those that use them.
 
-The pool runs them, the keeper renews them, the committer settles them; pool and keeper live in different threads. Everything is
-keyed by (id, fence): a process can still hold an old attempt (a thread deaf to cancellation) of a job that it has claimed again.
+The pool runs jobs, the keeper renews them, the committer settles them; a named lease has a holder instead. They and the keeper live
+in different threads. Everything is keyed by (id, fence): a process can still hold an old attempt (a thread deaf to cancellation) of
+a job that it has claimed again.
 Single reads and writes of these fields and dictionaries are atomic under the interpreter lock; no rule needs two at once.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 
-from worker.domain import CancelReason, ClaimedJob
+from worker.clock import local_seconds
+from worker.domain import CancelReason, ClaimedJob, Lease
 
 
 class Phase(enum.Enum):
@@ -20,28 +22,46 @@ class Phase(enum.Enum):
     FINISHED = "its outcome waits to be written"
 
 
-class Held:
-    """One lease in this process's hand."""
+class Right:
+    """A lease in this process's hand, of a job or of a name."""
 
-    __slots__ = (
-        "job",
-        "lost",
-        "on_lost",
-        "phase",
-        "renew_until",
-        "started_at",
-        "trusted_until",
-    )
+    __slots__ = ("lost", "on_lost", "trusted_until")
 
-    def __init__(self, job: ClaimedJob, trusted_until: float) -> None:
-        self.job = job
+    def __init__(self, trusted_until: float) -> None:
         self.trusted_until = trusted_until
-        """Local moment; moved on by the keeper, read by the attempt."""
-        self.phase = Phase.WAITING
+        """Local moment; moved on by the keeper, read by whoever works under the lease."""
         self.lost: CancelReason | None = None
         """Set once, by whoever learns first that the lease is gone."""
         self.on_lost: Callable[[CancelReason], None] | None = None
-        """Tells the running attempt, from any thread."""
+        """Tells whoever works under the lease, from any thread."""
+
+    def lose(self, reason: CancelReason) -> None:
+        """This lease is over: the work under it stops, and writes nothing. The first reason stays."""
+        if self.lost is None:
+            self.lost = reason
+            on_lost = self.on_lost  # read once: the work may end, in its own thread, meanwhile
+            if on_lost is not None:
+                on_lost(reason)
+
+    def doubt(self, for_seconds: float) -> str | None:
+        """Why this lease must not be trusted for that long from now, or None."""
+        if self.lost is not None:
+            return self.lost
+        trusted_seconds = self.trusted_until - local_seconds()
+        if trusted_seconds < max(for_seconds, 0):
+            return f"the lease is trusted for {max(trusted_seconds, 0):.3f} s, not {for_seconds} s"
+        return None
+
+
+class Held(Right):
+    """The lease of one job."""
+
+    __slots__ = ("job", "phase", "renew_until", "started_at")
+
+    def __init__(self, job: ClaimedJob, trusted_until: float) -> None:
+        super().__init__(trusted_until)
+        self.job = job
+        self.phase = Phase.WAITING
         self.renew_until: float | None = None
         """Local moment after which a running handler's lease is no longer renewed (its own time-out)."""
         self.started_at = 0.0
@@ -50,13 +70,31 @@ class Held:
     def key(self) -> tuple[int, int]:
         return self.job[:2]
 
-    def lose(self, reason: CancelReason) -> None:
-        """The database says that this lease is over: the attempt stops, and writes nothing. The first reason stays."""
-        if self.lost is None:
-            self.lost = reason
-            on_lost = self.on_lost  # read once: the attempt may end, in its own thread, meanwhile
-            if on_lost is not None:
-                on_lost(reason)
+
+class HeldName(Right):
+    """A named lease."""
+
+    __slots__ = ("asked_at", "fence", "holder", "id", "resource", "terms")
+
+    def __init__(
+        self, *, resource: str, holder: str, id: int, fence: int, terms: Lease, asked_at: float, remaining_seconds: float
+    ) -> None:
+        super().__init__(terms.trusted_until(asked_at, remaining_seconds))
+        self.resource = resource
+        self.holder = holder
+        self.id = id
+        self.fence = fence
+        self.terms = terms
+        self.asked_at = asked_at
+        """Local moment before the last acquisition or renewal that succeeded was sent."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.id, self.fence
+
+    def renewed(self, asked_at: float, remaining_seconds: float) -> None:
+        self.asked_at = asked_at
+        self.trusted_until = self.terms.trusted_until(asked_at, remaining_seconds)
 
 
 class Holdings:

@@ -132,13 +132,11 @@ class Job(Generic[P]):
 
     def ensure_lease(self, for_seconds: float = 0) -> None:
         """Raise LeaseLost unless the lease is trusted for that long. Call it right before an external side effect."""
-        if self._held.lost is not None:
-            raise LeaseLost(f"job {self.id}: {self._held.lost}")
-        if self._held.phase is Phase.OWN_TRANSACTION:
+        held = self._held
+        if held.lost is None and held.phase is Phase.OWN_TRANSACTION:
             return
-        trusted_seconds = self._held.trusted_until - local_seconds()
-        if trusted_seconds < max(for_seconds, 0):
-            raise LeaseLost(f"job {self.id}: the lease is trusted for {max(trusted_seconds, 0):.3f} s, not {for_seconds} s")
+        if (doubt := held.doubt(for_seconds)) is not None:
+            raise LeaseLost(f"job {self.id}: {doubt}", "lease_untrusted" if held.lost is None else "lease_lost")
 
     # --- what is committed with the completion
 

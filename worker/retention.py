@@ -1,4 +1,4 @@
-"""Retention: how long finished jobs, dead jobs and ledger rows are kept, and the slow walk that removes what is older."""
+"""Retention: how long finished and dead jobs, ledger rows and ended leases are kept; the slow walk that removes what is older."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REST_SECONDS = 30.0
 
 
 class Retention:
-    """One walk over finished rows, one over the ledger; each `step` goes on where the last one stopped."""
+    """One walk over finished rows, one over the ledger, one over the leases; each `step` goes on where the last one stopped."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class Retention:
         self._jobs_cursor = pruning.FROM_THE_START
         self._ledger_cursor = pruning.FROM_THE_START
         self._failures_cursor = pruning.FROM_THE_START
+        self._leases_cursor = pruning.FROM_THE_START
         self._rarely_at = 0.0
         self._walk_at = 0.0
         shortest_seconds = min(retention_seconds or REST_SECONDS, dead_retention_seconds or REST_SECONDS)
@@ -63,7 +64,11 @@ class Retention:
                     ledger_retention_seconds=self._ledger_retention_seconds,
                 )
                 self._ledger_cursor = ledger.next_cursor or pruning.FROM_THE_START
-            if jobs.next_cursor is None and ledger.next_cursor is None:
+                ended = await pruning.prune_leases(
+                    connection, self._database, cursor=self._leases_cursor, retention_seconds=self._retention_seconds
+                )
+                self._leases_cursor = ended.next_cursor or pruning.FROM_THE_START
+            if jobs.next_cursor is None and ledger.next_cursor is None and ended.next_cursor is None:
                 self._walk_at = local_seconds() + self._rest_seconds
         if local_seconds() >= self._rarely_at:
             self._rarely_at = local_seconds() + RARELY_SECONDS

@@ -154,6 +154,41 @@ async def prune_processes(connection: Connection, database: Database) -> int:
     return len(await connection.fetch(database.sql(PRUNE_PROCESSES)))
 
 
+# Index leases_pkey, page by page: an index on the end of a lease would cost every renewal its place in the page. A resource that
+# is used again keeps its old id, so the walk looks at them all.
+PRUNE_LEASES = """
+WITH page AS MATERIALIZED (
+    SELECT id
+    FROM {schema}.leases
+    WHERE id > $1
+    ORDER BY id
+    LIMIT 1000
+), old AS MATERIALIZED (
+    SELECT id
+    FROM {schema}.leases
+    WHERE id > $1 AND id <= (SELECT max(id) FROM page)
+        AND LEAST(released_at, expires_at) < clock_timestamp() - $2::float8 * interval '1 second'
+    FOR UPDATE SKIP LOCKED
+), deleted AS (
+    DELETE FROM {schema}.leases WHERE id = ANY (ARRAY(SELECT id FROM old)) RETURNING id
+)
+SELECT (SELECT count(*) FROM deleted) AS deleted, (SELECT max(id) FROM page) AS last_id
+"""
+
+
+async def prune_leases(
+    connection: Connection, database: Database, *, cursor: int = FROM_THE_START, retention_seconds: float | None
+) -> PruneStep:
+    """Look at one page of at most 1,000 named leases; delete those that ended longer ago than the retention. The cursor is an id.
+
+    A repeated request_id is remembered no longer than that.
+    """
+    if retention_seconds is None:
+        return PruneStep(0, None)
+    row = await connection.fetchrow(database.sql(PRUNE_LEASES), cursor, retention_seconds)
+    return PruneStep(row["deleted"], row["last_id"])
+
+
 class Pruned(NamedTuple):
     """How many rows of each sort `prune_all` has deleted."""
 
@@ -161,6 +196,7 @@ class Pruned(NamedTuple):
     failures: int
     ledger: int
     processes: int
+    leases: int
 
 
 async def prune_all(
@@ -188,7 +224,9 @@ async def prune_all(
         lambda cursor: prune_ledger(connection, database, cursor=cursor, ledger_retention_seconds=ledger_retention_seconds)
     ):
         ledger += walked
-    return Pruned(jobs, failures, ledger, await prune_processes(connection, database))
+    processes = await prune_processes(connection, database)
+    leases = await _walk(lambda cursor: prune_leases(connection, database, cursor=cursor, retention_seconds=retention_seconds))
+    return Pruned(jobs, failures, ledger, processes, leases)
 
 
 async def _walk(step: Callable[[int], Awaitable[PruneStep]]) -> int:

@@ -31,6 +31,8 @@ _NEEDED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("table", "job_failures", ("SELECT", "INSERT", "DELETE")),
     ("table", "processes", ("SELECT", "INSERT", "UPDATE", "DELETE")),
     ("table", "fences", ("SELECT", "INSERT", "UPDATE")),
+    ("table", "leases", ("SELECT", "INSERT", "UPDATE", "DELETE")),
+    ("table", "generators", ("SELECT", "INSERT", "UPDATE")),
     ("table", "open_transactions", ("SELECT", "INSERT", "DELETE")),
     ("sequence", "fence_seq", ("USAGE",)),
     ("function", "wake_channel", ("EXECUTE",)),
@@ -39,6 +41,11 @@ _NEEDED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("function", "cancel_job", ("EXECUTE",)),
     ("function", "retry_job", ("EXECUTE",)),
     ("function", "check_fence", ("EXECUTE",)),
+    ("function", "lease_expires_in_ms", ("EXECUTE",)),
+    ("function", "acquire_lease", ("EXECUTE",)),
+    ("function", "renew_lease", ("EXECUTE",)),
+    ("function", "release_lease", ("EXECUTE",)),
+    ("function", "produce_slots", ("EXECUTE",)),
 )
 
 

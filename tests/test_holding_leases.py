@@ -1,0 +1,559 @@
+"""`Leases`: a block that runs while its lease is held, is stopped when it is lost, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import asyncpg
+import psycopg
+import pytest
+from psycopg.rows import namedtuple_row
+
+from tests.inprocess import listening, quick
+from tests.ports import Proxy
+from tests.processes import await_for
+from tests.psql import psql
+from tests.roles import role, url_as
+from tests.servers import Server
+from tests.test_grants import GRANTS
+from worker import Handlers, Job, LeaseHeld, LeaseLost, Leases, Worker, enqueue, events, wait
+from worker.errors import ConfigError, DatabaseUnavailable, SchemaError
+
+Db = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def db(database_url: str) -> Iterator[Db]:
+    with psycopg.connect(database_url, autocommit=True, row_factory=namedtuple_row) as connection:
+        yield connection
+
+
+@pytest.fixture
+async def leases(database_url: str) -> AsyncIterator[Leases]:
+    async with Leases(database_url, holder="me") as leases:
+        yield leases
+
+
+def row(db: Db, name: str) -> Any:
+    return db.execute(
+        "SELECT *, released_at IS NULL AND expires_at > clock_timestamp() AS live FROM leases WHERE resource = %s", [name]
+    ).fetchone()
+
+
+def is_live(db: Db, name: str) -> bool:
+    lease = row(db, name)
+    return lease is not None and lease.live
+
+
+def is_free(db: Db, name: str) -> bool:
+    return not is_live(db, name)
+
+
+def take(db: Db, name: str, holder: str = "other", ttl: float = 30) -> Any:
+    got = db.execute("SELECT * FROM acquire_lease(%s, %s, %s)", [name, holder, ttl]).fetchone()
+    assert got.outcome == "acquired"
+    return got
+
+
+def loses(match: str | None = None) -> Any:
+    """`with loses():` a block that is told of its loss."""
+    return pytest.raises(LeaseLost, match=match)
+
+
+def steal(db: Db, name: str) -> None:
+    """What happens to a holder that was away for too long: the lease expires, and another takes it."""
+    db.execute("UPDATE leases SET expires_at = clock_timestamp() WHERE resource = %s", [name])
+    take(db, name)
+
+
+# --- holding
+
+
+async def test_it_is_held_while_the_block_runs_and_free_behind_it(leases: Leases, db: Db) -> None:
+    fences = []
+    for _ in range(3):
+        async with leases.hold("nightly", ttl_seconds=5, metadata={"why": "report"}) as held:
+            lease = row(db, "nightly")
+            assert (lease.live, lease.holder, lease.fence, lease.metadata) == (True, "me", held.fence, {"why": "report"})
+            assert (held.name, held.holder) == ("nightly", "me")
+            assert 4 < held.remaining_seconds() <= 4.5
+            held.ensure_lease(for_seconds=4)
+            with pytest.raises(LeaseLost, match="nightly"):
+                held.ensure_lease(for_seconds=5)
+        assert row(db, "nightly").released_at is not None
+        fences.append(held.fence)
+    assert fences == sorted(set(fences))
+
+
+async def test_it_is_renewed_at_a_third_of_its_length_also_one_of_a_second(leases: Leases, db: Db) -> None:
+    async with leases.hold("nightly", ttl_seconds=1) as held:
+        for _ in range(6):
+            await asyncio.sleep(0.5)
+            held.ensure_lease(for_seconds=0.2)
+            assert is_live(db, "nightly")
+        # Seconds between what was renewed last and what would have been the end: about two thirds are left.
+        assert row(db, "nightly").expires_at > row(db, "nightly").renewed_at
+    assert is_free(db, "nightly")
+
+
+async def test_a_block_that_keeps_its_loop_busy_loses_nothing(leases: Leases, db: Db) -> None:
+    async with leases.hold("nightly", ttl_seconds=1) as held:
+        time.sleep(2.5)  # noqa: ASYNC251  (what is tested)
+        held.ensure_lease()
+        assert row(db, "nightly").fence == held.fence
+        assert is_live(db, "nightly")
+
+
+async def test_held_by_another_is_said_with_the_holder_and_the_time(leases: Leases, db: Db) -> None:
+    take(db, "nightly", "other", 20)
+    with pytest.raises(LeaseHeld, match="held by other") as refusal:
+        async with leases.hold("nightly"):
+            pytest.fail("not held")
+    assert refusal.value.holder == "other"
+    assert 19 < refusal.value.retry_after_seconds <= 20
+
+
+async def test_it_waits_for_a_release_and_learns_of_it_soon(leases: Leases, db: Db) -> None:
+    theirs = take(db, "nightly", "other", 60)
+    waiting = asyncio.create_task(hold_once(leases, "nightly", wait_seconds=30))
+    await asyncio.sleep(0.3)
+    db.execute("SELECT release_lease('nightly', 'other', %s)", [theirs.fence])
+    started = time.monotonic()
+    assert await waiting > theirs.fence
+    assert time.monotonic() - started < 1.5
+
+
+async def test_it_waits_for_an_expiry_and_not_longer_than_it_may(leases: Leases, db: Db) -> None:
+    take(db, "short", "other", 1)
+    await hold_once(leases, "short", wait_seconds=5)
+    take(db, "long", "other", 60)
+    started = time.monotonic()
+    with pytest.raises(LeaseHeld):
+        await hold_once(leases, "long", wait_seconds=0.5)
+    assert 0.4 < time.monotonic() - started < 3
+
+
+async def hold_once(leases: Leases, name: str, **options: Any) -> int:
+    async with leases.hold(name, **options) as held:
+        return held.fence
+
+
+async def test_many_tasks_of_a_process_share_one_name_in_turn(leases: Leases) -> None:
+    inside = 0
+    fences: list[int] = []
+
+    async def one() -> None:
+        nonlocal inside
+        async with leases.hold("nightly", ttl_seconds=5, wait_seconds=20) as held:
+            inside += 1
+            assert inside == 1
+            await asyncio.sleep(0.01)
+            fences.append(held.fence)
+            inside -= 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(one())
+    assert fences == sorted(set(fences))
+    assert len(fences) == 8
+
+
+async def test_nesting_the_same_name_is_refused_since_it_would_wait_for_itself(leases: Leases, database_url: str) -> None:
+    async with Leases(database_url) as others, leases.hold("nightly") as held, leases.hold("other"):
+        for again in (leases, others):
+            with pytest.raises(RuntimeError, match="nightly"):
+                await hold_once(again, "nightly", wait_seconds=30)
+        with pytest.raises(RuntimeError, match="nightly"):  # a task of the block is inside it
+            await asyncio.create_task(hold_once(leases, "nightly"))
+        held.ensure_lease()
+    await hold_once(leases, "nightly")
+
+
+async def test_a_task_that_outlives_the_block_is_not_inside_it(leases: Leases) -> None:
+    go = asyncio.Event()
+
+    async def later() -> int:
+        await go.wait()
+        return await hold_once(leases, "nightly")
+
+    async with leases.hold("nightly") as held:
+        task = asyncio.create_task(later())
+    go.set()
+    assert await task > held.fence
+
+
+async def test_a_thousand_leases_of_all_lengths_are_renewed_in_one_statement(leases: Leases, db: Db) -> None:
+    db.execute("CREATE EXTENSION pg_stat_statements")
+    counted = (
+        "SELECT COALESCE(sum(calls), 0)::int AS calls, COALESCE(sum(rows), 0)::int AS leases FROM pg_stat_statements"
+        " WHERE query LIKE '%FROM unnest($1::bigint[]%UPDATE %leases%'"
+        " AND dbid = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(1_000):
+            await stack.enter_async_context(leases.hold(f"lease-{number}", ttl_seconds=6 + number % 4))
+        # The first rounds bring together what was acquired one after the other.
+        await await_for(lambda: db.execute(counted).fetchone().leases >= 2_500, 20)
+        before, started = db.execute(counted).fetchone(), time.monotonic()
+        await await_for(lambda: db.execute(counted).fetchone().leases - before.leases >= 3_000, 20)
+        after, intervals = db.execute(counted).fetchone(), (time.monotonic() - started) / 2
+        assert (after.leases - before.leases) / (after.calls - before.calls) == 1_000
+        assert after.calls - before.calls <= intervals + 1
+        assert db.execute("SELECT count(*) FROM leases WHERE expires_at > clock_timestamp()").fetchone()[0] == 1_000
+    assert db.execute("SELECT count(*) FROM leases WHERE released_at IS NULL").fetchone()[0] == 0
+
+
+async def test_it_serves_a_handler_of_a_worker_in_the_same_process(leases: Leases, database_url: str, db: Db) -> None:
+    handlers = Handlers()
+
+    @handlers.job("uses_lease")
+    async def uses_lease(job: Job[Any]) -> int:
+        async with leases.hold("nightly", ttl_seconds=1) as held:
+            await asyncio.sleep(1.2)
+            job.effect("SELECT check_fence('report', $1::bigint)", held.fence)
+            return held.fence
+
+    async with Worker(handlers, quick(database_url)):
+        connection = await asyncpg.connect(database_url)
+        job = await enqueue(connection, "uses_lease", None)
+        done = await wait(connection, job.id, timeout_seconds=10)
+        await connection.close()
+    assert (done.state, done.error) == ("succeeded", None)
+    assert db.execute("SELECT fence FROM fences WHERE resource = 'report'").fetchone()[0] == done.result
+
+
+@pytest.mark.parametrize("of", ["application", "daemon"])
+async def test_the_grants_of_a_role_are_enough_to_hold_a_lease_and_to_show_its_fence(
+    server: Server, database_url: str, db: Db, of: str
+) -> None:
+    with role(server, database_url) as name:
+        db.execute("REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA public FROM PUBLIC")
+        granted = psql(database_url, "-v", f"{of}={name}", "-f", str(GRANTS))
+        assert granted.returncode == 0, granted.stderr
+        url = url_as(name, database_url)
+        async with Leases(url) as leases, leases.hold("nightly", ttl_seconds=1) as held:
+            await await_for(lambda: row(db, "nightly").renewed_at is not None)
+            with psycopg.connect(url) as application:
+                application.execute("SELECT check_fence('report', %s)", [held.fence])
+        assert row(db, "nightly").released_at is not None
+
+
+# --- losing
+
+
+async def test_a_lost_lease_cancels_the_block_and_surfaces_as_lease_lost(leases: Leases, db: Db) -> None:
+    with loses("'nightly': lease_lost") as loss:
+        async with leases.hold("nightly", ttl_seconds=1) as held:
+            steal(db, "nightly")
+            try:
+                await asyncio.sleep(30)
+            finally:
+                with pytest.raises(LeaseLost):
+                    held.ensure_lease()
+                assert held.remaining_seconds() == 0
+    assert loss.value.reason == "lease_lost"
+    assert isinstance(loss.value.__cause__, asyncio.CancelledError)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    assert row(db, "nightly").holder == "other"
+    assert is_live(db, "nightly"), "the new holder's lease is not released"
+
+
+async def test_the_block_is_cancelled_before_the_lease_can_pass_on_when_nothing_is_heard(database_url: str, db: Db) -> None:
+    """K10, H2: the route goes mute; nobody tells, and the local clock decides."""
+    async with Proxy(database_url) as proxy, Leases(proxy.dsn, holder="me") as leases:
+        with loses() as loss:
+            async with leases.hold("nightly", ttl_seconds=2) as held:
+                proxy.go_mute()
+                try:
+                    await asyncio.sleep(30)
+                finally:
+                    assert held.remaining_seconds() == 0
+                    assert is_live(db, "nightly"), "cancelled too late: the lease could have passed on"
+        assert loss.value.reason == "lease_untrusted"
+        proxy.flow()
+
+
+async def test_an_outage_shorter_than_the_trust_costs_nothing(database_url: str, db: Db) -> None:
+    with listening() as log:
+        async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases, leases.hold("nightly", ttl_seconds=3) as held:
+            proxy.go_mute()
+            proxy.cut()
+            await asyncio.sleep(1.5)
+            held.ensure_lease()
+            proxy.cut()
+            proxy.flow()
+            await asyncio.sleep(2.5)
+            held.ensure_lease(1)
+            assert row(db, "nightly").fence == held.fence
+        assert is_free(db, "nightly")
+    assert log.find(events.DATABASE_LOST)
+    assert log.find(events.DATABASE_RESTORED)
+
+
+async def test_a_block_that_ends_by_its_own_exception_surfaces_it(leases: Leases, db: Db) -> None:
+    with pytest.raises(ValueError, match="mine"):
+        async with leases.hold("nightly", ttl_seconds=1):
+            raise ValueError("mine")
+    assert is_free(db, "nightly")
+    with pytest.raises(ValueError, match="mine"):
+        await fail_when_cancelled(leases, db)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def fail_when_cancelled(leases: Leases, db: Db) -> None:
+    async with leases.hold("nightly", ttl_seconds=1):
+        steal(db, "nightly")
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            raise ValueError("mine") from None
+
+
+async def test_a_block_that_ends_as_if_nothing_had_happened_is_told_of_the_loss(leases: Leases, db: Db) -> None:
+    with loses():
+        async with leases.hold("nightly", ttl_seconds=1):
+            steal(db, "nightly")
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30)
+    db.execute("DELETE FROM leases")
+    with loses():
+        async with leases.hold("nightly", ttl_seconds=1):
+            steal(db, "nightly")
+            time.sleep(1)  # noqa: ASYNC251  (nothing can be cancelled)
+    await asyncio.sleep(0.05)  # nor is anybody cancelled afterwards
+
+
+async def test_a_cancellation_from_outside_stays_one(leases: Leases, db: Db) -> None:
+    entered = asyncio.Event()
+
+    async def holding() -> None:
+        async with leases.hold("nightly", ttl_seconds=1):
+            entered.set()
+            await asyncio.sleep(30)
+
+    for also_lost in (False, True):
+        db.execute("DELETE FROM leases")
+        entered.clear()
+        task = asyncio.create_task(holding())
+        await entered.wait()
+        if also_lost:
+            steal(db, "nightly")
+            time.sleep(0.6)  # noqa: ASYNC251  (the keeper learns of it, the loop has not turned yet)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert row(db, "nightly").released_at is not None or also_lost
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await holding_alone(leases)
+    assert is_free(db, "alone")
+
+
+async def holding_alone(leases: Leases) -> None:
+    async with leases.hold("alone", ttl_seconds=1):
+        await asyncio.sleep(30)
+
+
+async def test_blocks_inside_each_other_are_lost_one_by_one(leases: Leases, db: Db) -> None:
+    async with leases.hold("outer", ttl_seconds=1) as outer:
+        with loses("inner"):
+            async with leases.hold("inner", ttl_seconds=1):
+                steal(db, "inner")
+                await asyncio.sleep(30)
+        outer.ensure_lease()
+        await asyncio.sleep(0.01)
+    with loses("outer"):
+        async with leases.hold("outer", ttl_seconds=1), leases.hold("innermost", ttl_seconds=30):
+            steal(db, "outer")
+            await asyncio.sleep(30)
+    assert is_free(db, "innermost")
+
+
+async def test_the_release_waits_until_the_block_has_really_ended(leases: Leases, db: Db) -> None:
+    """H9: what cleans up after a cancellation is protected as well."""
+    task_holds = asyncio.Event()
+
+    async def holding() -> None:
+        async with leases.hold("nightly", ttl_seconds=1):
+            task_holds.set()
+            try:
+                await asyncio.sleep(30)
+            finally:
+                for _ in range(15):
+                    await asyncio.sleep(0.1)
+                    assert is_live(db, "nightly")
+
+    task = asyncio.create_task(holding())
+    await task_holds.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert row(db, "nightly").released_at is not None
+
+
+# --- answers that do not come
+
+
+async def test_an_acquisition_whose_answer_was_lost_is_not_locked_out_by_itself(database_url: str, db: Db) -> None:
+    """H11: the same request again gives the same fence, at once."""
+    async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases:
+        await hold_once(leases, "warm")
+        proxy.lose_answers()
+        waiting = asyncio.create_task(hold_once(leases, "nightly", ttl_seconds=30))
+        await await_for(lambda: is_live(db, "nightly"))
+        fence = row(db, "nightly").fence
+        proxy.flow()
+        started = time.monotonic()
+        assert await waiting == fence
+        assert time.monotonic() - started < 3
+    assert is_free(db, "nightly")
+
+
+async def test_who_is_cancelled_while_acquiring_leaves_no_lease_behind(database_url: str, db: Db) -> None:
+    async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases:
+        await hold_once(leases, "warm")
+        # The answer is lost, and nobody waits for it any more.
+        proxy.lose_answers()
+        waiting = asyncio.create_task(hold_once(leases, "lost", ttl_seconds=60))
+        await await_for(lambda: is_live(db, "lost"))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        proxy.flow()
+        await await_for(lambda: is_free(db, "lost"))
+        # At any other moment.
+        for turn in range(40):
+            waiting = asyncio.create_task(hold_once(leases, f"turn-{turn}", ttl_seconds=60))
+            await asyncio.sleep(turn * 0.0002)
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
+        await await_for(lambda: db.execute("SELECT count(*) FROM leases WHERE released_at IS NULL").fetchone()[0] == 0)
+        # While it waits for another's.
+        theirs = take(db, "theirs")
+        waiting = asyncio.create_task(hold_once(leases, "theirs", wait_seconds=30))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        db.execute("SELECT release_lease('theirs', 'other', %s)", [theirs.fence])
+        await asyncio.sleep(0.8)
+        assert row(db, "theirs").fence == theirs.fence
+
+
+async def test_a_database_that_does_not_answer_is_said_after_a_while(database_url: str, db: Db) -> None:
+    async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases:
+        await hold_once(leases, "warm")
+        proxy.go_mute()
+        started = time.monotonic()
+        with pytest.raises(DatabaseUnavailable, match="nightly"):
+            await hold_once(leases, "nightly", ttl_seconds=60)
+        assert time.monotonic() - started < 12
+        proxy.flow()
+
+
+async def test_a_release_that_is_not_answered_is_tried_again_behind_the_block(database_url: str, db: Db) -> None:
+    async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases:
+        async with leases.hold("nightly", ttl_seconds=60):
+            proxy.cut()
+        assert is_free(db, "nightly")
+        async with asyncio.timeout(10):
+            async with leases.hold("nightly", ttl_seconds=60):
+                proxy.go_mute()
+        assert is_live(db, "nightly")
+        proxy.cut()
+        proxy.flow()
+        await await_for(lambda: is_free(db, "nightly"), 20)
+
+
+async def test_leaving_leases_first_tells_the_blocks_that_are_left(database_url: str, db: Db) -> None:
+    leases = Leases(database_url)
+    entered = asyncio.Event()
+
+    async def holding() -> None:
+        async with leases.hold("nightly", ttl_seconds=5):
+            entered.set()
+            await asyncio.sleep(30)
+
+    async with leases:
+        task = asyncio.create_task(holding())
+        await entered.wait()
+    with pytest.raises(LeaseLost) as loss:
+        await task
+    assert loss.value.reason == "lease_untrusted"
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"name": ""}, "name: "),
+        ({"name": "x" * 513}, "name: "),
+        ({"ttl_seconds": 0.5}, "ttl_seconds: "),
+        ({"ttl_seconds": 86_401}, "ttl_seconds: "),
+        ({"wait_seconds": -1}, "wait_seconds: "),
+        ({"wait_seconds": float("inf")}, "wait_seconds: "),
+        ({"holder": "x" * 129}, "holder: "),
+        ({"metadata": {"x": {1}}}, "metadata: "),
+    ],
+)
+async def test_terms_are_checked_at_the_call(leases: Leases, arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        leases.hold(**({"name": "nightly"} | arguments))
+
+
+async def test_metadata_that_only_the_database_can_measure_is_refused_at_the_entry(leases: Leases, db: Db) -> None:
+    with pytest.raises(ValueError, match="metadata: "):
+        await hold_once(leases, "nightly", metadata={"x": "y" * 10_000})
+    assert row(db, "nightly") is None
+
+
+async def test_either_a_dsn_or_a_url_is_needed_and_only_while_it_is_entered(database_url: str) -> None:
+    for arguments in ({}, {"dsn": database_url, "url": "http://localhost"}):
+        with pytest.raises(TypeError):
+            Leases(**arguments)  # type: ignore[arg-type]
+    leases = Leases(database_url)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="async with Leases"):
+            await hold_once(leases, "nightly")
+        if leases.where == "":
+            async with leases:
+                hold = leases.hold("nightly")
+                async with hold:
+                    pass
+                with pytest.raises(RuntimeError, match="call hold again"):
+                    async with hold:
+                        pass
+    with pytest.raises(RuntimeError, match="entered once"):
+        await leases.__aenter__()
+
+
+def test_over_http_it_needs_the_extra_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("worker.lease_http", "worker.http_calls"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ImportError, match=r"extra http: pip install 'reliable-worker\[http\]'"):
+        Leases(url="http://127.0.0.1:8080", bearer="token")
+
+
+async def test_a_database_without_the_schema_or_the_password_is_a_config_error_that_says_what_to_do(
+    empty_database_url: str,
+) -> None:
+    async with Leases(empty_database_url) as leases:
+        with pytest.raises(SchemaError, match="worker migrate"):
+            await hold_once(leases, "nightly")
+    async with Leases(empty_database_url.replace("://", "://nobody_here:wrong@").replace("@postgres@", "@")) as leases:
+        with pytest.raises((ConfigError, DatabaseUnavailable)):
+            await hold_once(leases, "nightly")

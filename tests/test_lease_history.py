@@ -1,0 +1,149 @@
+"""Fifty processes fight for one lease while some are frozen, killed and cut off: there are never two holders at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psycopg
+from psycopg.rows import namedtuple_row
+
+from tests.lease_contenders import NAME, TTL_SECONDS
+from tests.ports import Proxy
+from tests.processes import await_for, environment
+from tests.servers import PrivateCluster
+from worker.clock import local_seconds
+
+CONTENDERS = 50
+SECONDS = 14.0
+SOME_FAULTS = 3
+
+# What the holders write behind check_fence; and, by a trigger, when each lease began and when the one before it had ended.
+TABLES = """
+CREATE TABLE history (seq bigint GENERATED ALWAYS AS IDENTITY, fence bigint NOT NULL, pid int NOT NULL, what text NOT NULL);
+CREATE TABLE terms (fence bigint, holder text, began_at timestamptz, former_fence bigint, former_ended_at timestamptz);
+CREATE FUNCTION note_term() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO terms VALUES (NEW.fence, NEW.holder, NEW.created_at, OLD.fence, LEAST(OLD.released_at, OLD.expires_at));
+    RETURN NULL;
+END $$;
+CREATE TRIGGER note_term AFTER UPDATE ON leases FOR EACH ROW WHEN (NEW.fence <> OLD.fence) EXECUTE FUNCTION note_term();
+"""
+
+
+class Belief(NamedTuple):
+    """From when to when a process believed to hold the lease, by the clock of the host."""
+
+    fence: int
+    pid: int
+    entered_at: float
+    left_at: float
+
+
+@contextlib.contextmanager
+def contenders(folder: Path, dsns: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.lease_contenders", str(folder), *dsns],
+        env=environment(folder),
+        cwd=folder,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def disturb(db: psycopg.Connection[Any], proxy: Proxy, until: float) -> tuple[Counter[str], list[tuple[int, float, float]]]:
+    """Freeze, kill and cut off whoever has the lease, in turn: how often each, and who was frozen from when to when."""
+    faults: Counter[str] = Counter()
+    frozen: list[tuple[int, float, float]] = []
+    for fault in itertools.cycle(("freeze", "cut", "freeze", "kill", "cut")):
+        await asyncio.sleep(random.uniform(0.2, 0.6))
+        if local_seconds() > until:
+            return faults, frozen
+        row = db.execute(
+            "SELECT split_part(holder, '-', 2)::int FROM leases WHERE released_at IS NULL AND expires_at > clock_timestamp()"
+        ).fetchone()
+        if row is None:
+            continue
+        if fault == "cut":
+            proxy.cut()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(row[0], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        if fault == "freeze":
+            frozen_at = local_seconds()
+            await asyncio.sleep(TTL_SECONDS * random.uniform(0.5, 1.8))
+            os.kill(row[0], signal.SIGCONT)
+            frozen.append((row[0], frozen_at, local_seconds()))
+        faults[fault] += 1
+    raise AssertionError("never here")
+
+
+async def test_fifty_processes_never_have_two_holders_at_once_whatever_happens_to_them(
+    private_cluster: Callable[..., PrivateCluster], tmp_path: Path
+) -> None:
+    dsn = private_cluster().dsn
+    with psycopg.connect(dsn, autocommit=True, row_factory=namedtuple_row) as db:
+        db.execute(TABLES)
+        async with Proxy(dsn) as proxy:
+            dsns = [proxy.dsn if number % 2 else dsn for number in range(CONTENDERS)]
+            with contenders(tmp_path, dsns):
+                await await_for(lambda: db.execute("SELECT count(*) FROM terms").fetchone()[0] > 5, 30)
+                faults, frozen = await disturb(db, proxy, local_seconds() + SECONDS)
+        assert faults["freeze"] >= SOME_FAULTS
+        assert faults["cut"] >= SOME_FAULTS
+        assert faults["kill"] >= SOME_FAULTS - 1
+
+        # The database: each term began after the one before it had ended, under a higher fence.
+        terms = db.execute("SELECT * FROM terms ORDER BY fence").fetchall()
+        assert len(terms) > 30
+        assert [term.former_fence for term in terms[1:]] == [term.fence for term in terms[:-1]]
+        assert [term for term in terms if term.began_at < term.former_ended_at] == []
+        assert len({term.holder for term in terms}) > 10, "a few had it all the time"
+
+        # What is guarded: whoever wrote had the highest fence so far, and a fence belongs to one process.
+        history = db.execute("SELECT * FROM history ORDER BY seq").fetchall()
+        fences = [entry.fence for entry in history]
+        assert fences == sorted(fences)
+        assert set(fences) <= {term.fence for term in terms} | {terms[0].former_fence}
+        assert all(
+            len({entry.pid for entry in entries}) == 1 for _, entries in itertools.groupby(history, lambda entry: entry.fence)
+        )
+        assert sum(entry.what == "leave" for entry in history) > 20
+
+        # The holders: nobody believed to hold it while another did, but for those that were frozen meanwhile.
+        beliefs = sorted(
+            (belief for path in tmp_path.glob("contender-*") for belief in map(read, path.read_text().splitlines())),
+            key=lambda belief: belief.entered_at,
+        )
+        awake = [
+            belief
+            for belief in beliefs
+            if not any(pid == belief.pid and at < belief.left_at and until > belief.entered_at for pid, at, until in frozen)
+        ]
+        assert len(awake) > 20
+        assert [(one, two) for one, two in itertools.pairwise(awake) if two.entered_at < one.left_at] == []
+
+        # H13: whoever was killed last with it, it is free after its time.
+        started = time.monotonic()
+        await await_for(lambda: db.execute("SELECT outcome FROM acquire_lease(%s, 'test')", [NAME]).fetchone()[0] == "acquired")
+        assert time.monotonic() - started < TTL_SECONDS + 1
+
+
+def read(line: str) -> Belief:
+    fence, pid, entered_at, left_at = line.split()
+    return Belief(int(fence), int(pid), float(entered_at), float(left_at))

@@ -1,0 +1,172 @@
+"""What the keeper of a worker process keeps: the leases of all its jobs, with one statement, and its presence.
+
+What the answer leaves out is either lost (owner or fence moved on, cancelled, expired: the attempt is told at once) or its row is
+locked by somebody (it is tried again soon, and trusted only as long as before).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from worker.clock import local_seconds
+from worker.domain import CancelReason, Lease
+from worker.holding import Held, Holdings, Phase
+from worker.measures import POOL_RIGHTS
+from worker.store import leasing
+from worker.store.connection import DATABASE_ERRORS, sqlstate
+
+if TYPE_CHECKING:
+    from worker.store.connection import Database, Lane
+    from worker.store.leasing import Presence, Standing
+
+PRESENCE_SECONDS = 10.0
+"""The presence is written at least this often, and lives for no more than six times as long, however long the leases are."""
+_RETRIES_A_RENEWAL = 4
+
+
+class JobRenewals:
+    """`Renewals` of the jobs in `holdings`."""
+
+    def __init__(
+        self,
+        database: Database,
+        lane: Lane,
+        *,
+        presence: Presence,
+        lease: Lease,
+        holdings: Holdings,
+        renew_seconds: float,
+        statement_seconds: float,
+        busy: Callable[[], int],
+        hungry: Callable[[], bool],
+        health: Callable[[], str],
+    ) -> None:
+        self._database = database
+        self._lane = lane
+        self._presence = presence
+        self._presence_seconds = min(lease.seconds, PRESENCE_SECONDS * 6)
+        self._lease = lease
+        self._holdings = holdings
+        self._renew_seconds = renew_seconds
+        self._statement_seconds = statement_seconds
+        self._busy = busy
+        self._hungry = hungry
+        self._health = health
+        self._renew_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._holdings)
+
+    @property
+    def beat_seconds(self) -> float:
+        return self._statement_seconds * 2 + self._database.connect_timeout_seconds
+
+    def retry_seconds(self) -> float:
+        return self._renew_seconds / 2
+
+    def give_up(self) -> None:
+        self._lane.drop()
+        self._renew_at = 0.0
+
+    async def beat(self, *, poked: bool) -> float:
+        """One presence, and one renewal of everything held if it is time or somebody asked for it."""
+        started_at = local_seconds()
+        renews = poked or started_at >= self._renew_at
+        again = await self._write(renews=renews)
+        if renews:
+            self._renew_at = started_at + self._renew_seconds
+        next_at = min(self._renew_at, started_at + PRESENCE_SECONDS)
+        if again:
+            self._renew_at = 0.0
+            now = local_seconds()
+            next_at = now + min(next_at - now, self._renew_seconds / _RETRIES_A_RENEWAL) * random.uniform(0.7, 1)
+        return next_at
+
+    async def _write(self, *, renews: bool) -> bool:
+        """True if something is still to be written soon.
+
+        The presence comes first, so that it never outlives the leases it stands for: a job is reaped only after its process
+        counts as lost. But somebody who locks it must not keep anything from being renewed.
+        """
+        refused: BaseException | None = None
+        try:
+            connection = await self._lane.get()
+            async with asyncio.timeout(self._statement_seconds / 2):
+                await leasing.write_presence(
+                    connection,
+                    self._database,
+                    self._presence,
+                    busy=self._busy(),
+                    hungry=self._hungry(),
+                    health=self._health(),
+                    lease_seconds=self._presence_seconds,
+                )
+        except DATABASE_ERRORS as error:
+            refused = error
+            if sqlstate(error) is None:
+                self._lane.drop()  # no answer: the next statement needs another connection
+        held = self._to_renew() if renews else {}
+        if not held:
+            if refused is not None:
+                raise refused
+            return False
+        connection = await self._lane.get()
+        sent_at = local_seconds()
+        async with asyncio.timeout(self._statement_seconds):
+            renewed = await leasing.renew(
+                connection,
+                self._database,
+                held=list(held),
+                owner=self._presence.id,
+                lease_seconds=self._lease.seconds,
+            )
+        POOL_RIGHTS.renew_seconds.observe(local_seconds() - sent_at)
+        trusted_until = self._lease.trusted_until(sent_at)
+        missing = []
+        for key, one in held.items():
+            if key in renewed:
+                one.trusted_until = trusted_until
+            elif one.phase not in (Phase.FINISHED, Phase.OWN_TRANSACTION):
+                missing.append(key)
+        if not missing:
+            return refused is not None
+        async with asyncio.timeout(self._statement_seconds):
+            standings = await leasing.look(connection, self._database, held=missing, owner=self._presence.id)
+        return self._judge({key: held[key] for key in missing}, standings) or refused is not None
+
+    def _to_renew(self) -> dict[tuple[int, int], Held]:
+        """Everything held, but for handlers past their own time-out and jobs whose row their own transaction has locked."""
+        now = local_seconds()
+        return {
+            one.key: one
+            for one in self._holdings
+            if one.lost is None
+            and one.phase is not Phase.OWN_TRANSACTION
+            and not (
+                one.phase is Phase.RUNNING and one.renew_until is not None and now > one.renew_until + self._lease.margin_seconds
+            )
+        }
+
+    def _judge(self, missing: dict[tuple[int, int], Held], standings: dict[tuple[int, int], Standing]) -> bool:
+        """Tell the attempts whose lease is over; True if the rows of others are merely locked."""
+        locked = False
+        for key, one in missing.items():
+            standing = standings.get(key)
+            if standing is not None and standing.mine and standing.live:
+                locked = True
+            elif one.phase not in (
+                Phase.FINISHED,
+                Phase.OWN_TRANSACTION,
+            ):  # it may have ended while we looked
+                reason: CancelReason = "cancelled" if standing is not None and standing.state == "cancelled" else "lease_lost"
+                POOL_RIGHTS.lost_leases += reason == "lease_lost"
+                one.lose(reason)
+        return locked
+
+    def outlive_leases(self) -> None:
+        """The process ends and leaves leases to expire (call it in the keeper's loop, and poke): from now on its presence is longer
+        than they are, so that they are reaped as lost, not as a crash's victims."""
+        self._presence_seconds = self._lease.seconds * 2 + PRESENCE_SECONDS
