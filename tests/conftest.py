@@ -7,13 +7,16 @@ import dataclasses
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.generators import Fleet
 from tests.processes import Daemon, daemons
 from tests.servers import PrivateCluster, Server, private_clusters, session_server
+from tests.serving import Served, serving
 from tests.workplace import Workplace
 from worker.cluster import start_or_adopt
 from worker.server_programs import server_account
@@ -109,3 +112,30 @@ def private_workplace(
     """The same on a server of its own, whose processes may be frozen and killed."""
     with contextlib.closing(Workplace.on(private_cluster(), tmp_path, daemon)) as place:
         yield place
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """`serve(database_url, …)`: a real `worker serve` process, killed after the test."""
+    with serving(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with a token on a database of its own, which the tests of a file share: each has a queue of its own in it."""
+    with server.database(template=server.template) as url, serving(tmp_path_factory.mktemp("served")) as start:
+        yield start(url)
+
+
+@pytest.fixture
+def queue() -> str:
+    """The name of a queue that no other test uses."""
+    return f"queue-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def fleet(database_url: str, tmp_path: Path) -> Iterator[Fleet]:
+    """Instances of the generator on a fresh database, killed after the test."""
+    with contextlib.closing(Fleet(database_url, tmp_path)) as one:
+        yield one

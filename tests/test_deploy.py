@@ -7,14 +7,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
+from worker.cli import app as cli
 from worker.settings import load_settings, unknown_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 UNITS = ("reliable-worker.service", "reliable-worker@.service")
+GENERATOR_UNIT = "reliable-worker-generator@.service"
 
 
 def final_stage() -> list[str]:
@@ -68,7 +74,7 @@ def systemd_tree(tmp_path: Path) -> Path:
     """A file system in which our units find what they name; the program and targets are empty stand-ins."""
     units = tmp_path / "etc/systemd/system"
     units.mkdir(parents=True)
-    for unit in UNITS:
+    for unit in (*UNITS, GENERATOR_UNIT):
         shutil.copy(ROOT / "deploy" / unit, units)
     for target in ("sysinit", "basic", "shutdown", "network-online", "multi-user"):
         (units / f"{target}.target").write_text(f"[Unit]\nDescription={target}\n")
@@ -96,6 +102,10 @@ def test_systemd_accepts_the_units(systemd_tree: Path) -> None:
     assert verify(systemd_tree, "reliable-worker.service", "reliable-worker@1.service") == (0, "")
 
 
+def test_systemd_accepts_two_instances_of_the_generator(systemd_tree: Path) -> None:
+    assert verify(systemd_tree, "reliable-worker-generator@1.service", "reliable-worker-generator@2.service") == (0, "")
+
+
 def test_systemd_would_have_complained_about_a_misspelt_line(systemd_tree: Path) -> None:
     unit = systemd_tree / "etc/systemd/system" / UNITS[0]
     unit.write_text(unit.read_text().replace("WatchdogSec=", "WatchdogSecs="))
@@ -109,7 +119,15 @@ def test_the_template_unit_differs_in_three_lines() -> None:
     assert all("%i" in line for line in changes)
 
 
-@pytest.mark.parametrize("unit", UNITS)
+def test_the_generators_unit_differs_from_the_workers_in_what_it_runs_and_is_called() -> None:
+    plain, generator = map(directives, (UNITS[0], GENERATOR_UNIT))
+    changes = [line.removeprefix("+ ") for line in difflib.ndiff(plain, generator) if line.startswith("+ ")]
+    assert [line.partition("=")[0] for line in changes] == ["Description", "ExecStart", "Environment", "RuntimeDirectory"]
+    assert "ExecStart=/opt/reliable-worker/bin/worker generator run" in changes
+    assert sum("%i" in line for line in changes) == 3
+
+
+@pytest.mark.parametrize("unit", [*UNITS, GENERATOR_UNIT])
 def test_the_unit_states_the_promised_lines(unit: str) -> None:
     assert {
         "Type=notify",
@@ -143,3 +161,69 @@ def test_the_example_environment_is_a_valid_configuration() -> None:
     assert len(environ) == len(assignments) >= 4
     assert unknown_settings(environ) == []
     assert load_settings(environ).workers == int(environ["WORKERS"])
+
+
+# --- the example for Compose
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not in this environment")
+    document: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+    return document
+
+
+def ours(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The services that run our image."""
+    return {name: service for name, service in compose["services"].items() if service["image"].startswith("reliable-worker")}
+
+
+def test_the_example_deploys_what_it_takes_to_watch_recovery(compose: dict[str, Any]) -> None:
+    assert set(ours(compose)) == {"migrate", "generator", "worker", "api"}
+    services = compose["services"]
+    assert services["generator"]["deploy"]["replicas"] >= 2
+    assert services["worker"]["deploy"]["replicas"] >= 2
+    chaos = {name: value for name, value in services["worker"]["environment"].items() if "CHAOS" in name}
+    assert chaos == {"WORKER_CHAOS_CRASH": "0.05", "WORKER_CHAOS_LATENCY": "0.10"}
+
+
+def test_every_command_of_the_example_exists(compose: dict[str, Any]) -> None:
+    for service in ours(compose).values():
+        command, words = typer.main.get_command(cli), list(service["command"])
+        while isinstance(command, TyperGroup):
+            command = command.commands[words.pop(0)]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options
+
+
+def test_the_examples_settings_are_valid_and_fit_the_time_to_stop(compose: dict[str, Any]) -> None:
+    for name, service in ours(compose).items():
+        environ = service["environment"]
+        assert all(isinstance(value, str) for value in environ.values()), name
+        assert unknown_settings(environ) == []
+        settings = load_settings(environ)
+        budget = settings.shutdown_grace_seconds + settings.lease_margin_seconds + 2 * settings.query_timeout_seconds
+        assert name == "migrate" or budget < float(service["stop_grace_period"].removesuffix("s"))
+
+
+def test_the_examples_parts_refer_to_each_other(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert set(compose) == {"name", "services", "volumes", "x-instance", "x-environment"}
+    database = services["postgres"]["environment"]
+    for service in ours(compose).values():
+        assert set(service["depends_on"]) <= set(services)
+        url = urlsplit(service["environment"]["DATABASE_URL"])
+        assert (url.username, url.password) == (database["POSTGRES_USER"], database["POSTGRES_PASSWORD"])
+        assert (url.hostname, url.path) == ("postgres", f"/{database['POSTGRES_USER']}")
+    for service in services.values():
+        for volume in service.get("volumes", ()):
+            assert volume.partition(":")[0] in compose["volumes"]
+
+
+def test_compose_accepts_the_example() -> None:
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
+        pytest.skip("docker compose is not on this machine")
+    command = [docker, "compose", "--file", str(ROOT / "deploy" / "compose.yaml"), "config", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

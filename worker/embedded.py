@@ -19,7 +19,7 @@ from typing import Self
 
 from worker import events, logs
 from worker.assembly import Parts, assemble
-from worker.builtin import builtin_handlers
+from worker.builtin import Chaos, builtin_handlers
 from worker.claimer import Claimer
 from worker.clock import local_seconds
 from worker.drain import Drain, close_quietly, name_what_is_left, release_behind
@@ -35,6 +35,7 @@ from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, Se
 _NOT_NOW: tuple[type[BaseException], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
 _BURST_LOOK_SECONDS = 0.2
 _LET_GO_SECONDS = 0.1
+_STALL_INTERVALS = 1.5
 
 
 class Worker:
@@ -59,7 +60,7 @@ class Worker:
         self.settings = load_settings() if settings is None else settings
         self.id = f"{self.settings.name}-{secrets.token_hex(4)}"
         """Identity of this process: `processes.id`, and the lease owner of its jobs."""
-        self.handlers = builtin_handlers(self.settings.schema_name) if handlers is None else handlers
+        self.handlers = self._builtin_handlers() if handlers is None else handlers
         self.status = 0
         self.has_deaf = False
         """Some handler did not end: its task or thread outlives the drain."""
@@ -88,6 +89,12 @@ class Worker:
             self._listen_database = self._database_of(
                 of.listen_database_url.get_secret_value(), "WORKER_LISTEN_DATABASE_URL", pooler=False
             )
+
+    def _builtin_handlers(self) -> Handlers:
+        of = self.settings
+        # Longer than a renewal interval: where the event loop had to renew, it would miss one.
+        chaos = Chaos(crash=of.chaos_crash, latency=of.chaos_latency, stall_seconds=of.renew_seconds * _STALL_INTERVALS)
+        return builtin_handlers(of.schema_name, chaos)
 
     def _database_of(self, dsn: str | None, variable: str, *, pooler: bool | None = None) -> Database:
         of = self.settings
@@ -183,6 +190,8 @@ class Worker:
 
     async def _live(self) -> None:
         self.rights.start()
+        if self.settings.chaos_crash or self.settings.chaos_latency:
+            logs.emit(events.CHAOS_ENABLED, crash=self.settings.chaos_crash, latency=self.settings.chaos_latency)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 health = None if self._make_health_file is None else self._make_health_file(self.id)

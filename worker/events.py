@@ -34,6 +34,7 @@ SHUTDOWN_COMPLETE = Event("shutdown_complete", "info", ("status", "duration_ms")
 CONFIG_INVALID = Event("config_invalid", "error", ("error", "exception"))
 SETTING_UNKNOWN = Event("setting_unknown", "warning", ("setting", "nearest"))
 INTERNAL_ERROR = Event("internal_error", "error", ("where", *_TROUBLE))
+CHAOS_ENABLED = Event("chaos_enabled", "warning", ("crash", "latency"))
 LOOP_BLOCKED = Event("loop_blocked", "warning", ("blocked_seconds", "kind", "stack"))
 
 # Life of a job
@@ -42,7 +43,7 @@ JOB_SUCCEEDED = Event("job_succeeded", "info", _RAN)
 JOB_FAILED = Event("job_failed", "warning", (*_FAILED, "retry_in_seconds"))
 JOB_DEAD = Event("job_dead", "error", _FAILED)
 JOB_SNOOZED = Event("job_snoozed", "info", (*_RAN, "retry_in_seconds"))
-# reason: shutdown | not_started | unknown_kind | suspect_waits | claim_lost
+# reason: shutdown | not_started | unknown_kind | suspect_waits | claim_lost | requested (over HTTP)
 JOB_RELEASED = Event("job_released", "info", (*_RAN, "reason"))
 # reason: lease_lost | lease_untrusted | cancelled | deaf_handler
 JOB_ABANDONED = Event("job_abandoned", "warning", (*_RAN, "reason"))
@@ -50,6 +51,9 @@ EFFECT_ALREADY_APPLIED = Event("effect_already_applied", "warning", (*_RAN, "key
 HANDLER_FAILED_AFTER_COMMIT = Event("handler_failed_after_commit", "error", _FAILED)
 UNKNOWN_KIND = Event("unknown_kind", "warning", ("kind", "queue", "jobs"))
 LEASE_EXPIRED = Event("lease_expired", "warning", (*_JOB, "state", "outcome", "lost_worker"))
+
+# A named lease that is left to expire
+LEASE_NOT_RELEASED = Event("lease_not_released", "warning", ("lease", "fence", "error", "error_type"))
 
 # The database and the loops that talk to it
 DATABASE_LOST = Event("database_lost", "warning", ("error", "error_type"))
@@ -61,6 +65,26 @@ FAILURE_UPDATE_FAILED = Event("failure_update_failed", "warning", (*_JOB, *_TROU
 REAPER_FAILED = Event("reaper_failed", "warning", _TROUBLE)
 LISTENER_LOST = Event("listener_lost", "warning", ("error", "error_type"))
 LISTENER_RESTORED = Event("listener_restored", "info", ())
+
+# The generator
+GENERATOR_STARTED = Event("generator_started", "info", ("name", "schema", "lease_seconds"))
+# reason: stopped | held
+GENERATOR_STANDBY = Event("generator_standby", "info", ("reason", "holder"))
+GENERATOR_LEADER = Event("generator_leader", "info", ("fence",))
+GENERATOR_PRODUCED = Event("generator_produced", "debug", ("jobs", "fence"))
+GENERATOR_SKIPPED = Event("generator_skipped", "warning", ("slots", "fence"))
+GENERATOR_FAILED = Event("generator_failed", "warning", ("error", "error_type", "slots", "fence"))
+GENERATOR_LOST = Event("generator_lost", "warning", ("reason", "fence"))
+GENERATOR_RELEASED = Event("generator_released", "info", ("fence",))
+
+# The HTTP interface
+HTTP_STARTED = Event("http_started", "info", ("host", "port", "tokens"))
+HTTP_READY = Event("http_ready", "info", ())
+_REQUEST = ("method", "route", "status", "duration_ms", "client", "job_id")
+HTTP_REQUEST = Event("http_request", "info", _REQUEST)
+# The same for what a remote worker asks all the time and was answered well: its jobs have events of their own.
+HTTP_TASK_REQUEST = Event("http_request", "debug", _REQUEST)
+HTTP_STOPPED = Event("http_stopped", "info", ("requests",))
 
 # What others say in this process, and what nobody could be told
 PRINT = Event("print", "info", ("message", "stream"))

@@ -66,6 +66,10 @@ def count(least: int, most: int) -> BeforeValidator:
     return BeforeValidator(Number(least, most, whole=True))
 
 
+def probability() -> BeforeValidator:
+    return BeforeValidator(Number(0, 1))
+
+
 def word(*words: str) -> BeforeValidator:
     def check(value: object) -> object:
         text = value.lower() if isinstance(value, str) else value
@@ -120,6 +124,12 @@ def check_directory(value: object) -> object:
     return Path(value).absolute()
 
 
+def check_file(value: object) -> object:
+    if value is not None and (not isinstance(value, str | Path) or "\x00" in str(value)):
+        raise ValueError("must be the path of a file")
+    return None if value is None else Path(value).absolute()
+
+
 def broken_relations(settings: Settings) -> tuple[str, ...]:
     lease, renew, margin = settings.lease_seconds, settings.renew_seconds, settings.lease_margin_seconds
     query, claim = settings.query_timeout_seconds, settings.claim_timeout_seconds
@@ -140,6 +150,8 @@ def broken_relations(settings: Settings) -> tuple[str, ...]:
         lines.append(f"{in_margin} must be at least a twentieth of {in_lease}")
     if claim > lease / 2 + slack:
         lines.append(f"WORKER_CLAIM_TIMEOUT_SECONDS={plain(claim)} must be at most half of {in_lease}")
+    if settings.http_tokens is not None and settings.http_tokens_file is not None:
+        lines.append("WORKER_HTTP_TOKENS and WORKER_HTTP_TOKENS_FILE are both set: keep one of them")
     ledger, retention = settings.ledger_retention_seconds, settings.retention_seconds
     if ledger is not None and (retention is None or ledger < retention):
         lines.append(

@@ -30,12 +30,14 @@ from worker.setting_rules import (
     Number,
     broken_relations,
     check_directory,
+    check_file,
     check_handlers,
     check_name,
     check_queues,
     check_schema,
     count,
     plain,
+    probability,
     seconds,
     word,
 )
@@ -48,7 +50,7 @@ _PREFIX = "WORKER_"
 _UNPREFIXED = {"database_url": "DATABASE_URL", "workers": "WORKERS"}
 _URL_FILE = "DATABASE_URL_FILE"
 _VARIABLES = {"schema_name": "WORKER_SCHEMA", **_UNPREFIXED}
-_SECRET = ("database_url", "listen_database_url")
+_SECRET = ("database_url", "listen_database_url", "http_tokens")
 
 
 def _own_name() -> str:
@@ -129,6 +131,12 @@ class Settings(BaseSettings):
     # A direct route for LISTEN when DATABASE_URL is a transaction pooler.
     listen_database_url: Annotated[SecretStr | None, Default("none")] = None
     pooler: Annotated[Literal["transaction"] | None, word("transaction"), Default("none")] = None
+    # Faults made on purpose by the built-in `sleep`.
+    chaos_crash: Annotated[float, probability()] = 0.0
+    chaos_latency: Annotated[float, probability()] = 0.0
+    # For `serve` and `run --serve`: with commas between them, or a file with one a line.
+    http_tokens: Annotated[SecretStr | None, Default("none")] = None
+    http_tokens_file: Annotated[Path | None, BeforeValidator(check_file), Default("none")] = None
     # None: for ever.
     connect_wait_seconds: Annotated[float | None, BeforeValidator(Number(0, _MONTH_SECONDS, no_limit="")), Default("for ever")] = (
         None
@@ -186,6 +194,10 @@ def load_settings(environ: Mapping[str, str] = os.environ, **overrides: object) 
         _environ.reset(token)
 
 
+_GIVEN_TO_COMMANDS = "WORKER_LEASE_FENCE"
+"""What `worker lease run` puts into the environment of its command, which may be a daemon."""
+
+
 def unknown_settings(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """Every WORKER_… variable that is no setting, with the nearest one that is.
 
@@ -196,7 +208,7 @@ def unknown_settings(environ: Mapping[str, str] = os.environ) -> list[tuple[str,
         # Compared without the prefix, which would make all of them alike.
         (name, known[difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.0)[0]])
         for name in sorted(environ)
-        if name.startswith(_PREFIX) and name not in known.values()
+        if name.startswith(_PREFIX) and name not in known.values() and name != _GIVEN_TO_COMMANDS
     ]
 
 

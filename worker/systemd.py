@@ -29,8 +29,8 @@ class Notifier:
         except OSError:
             pass  # the manager is gone or busy: it will judge by what it sees
 
-    def ready(self) -> None:
-        self._send("READY=1", "STATUS=claiming jobs")
+    def ready(self, doing: str = "claiming jobs") -> None:
+        self._send("READY=1", f"STATUS={doing}")
 
     def stopping(self, budget_seconds: float) -> None:
         """`budget_seconds`: how long the orderly stop may take; asks for that much time."""

@@ -59,7 +59,7 @@ def enqueue(
         try:
             job = new_job(
                 kind,
-                _read_payload(payload),
+                read_payload(payload),
                 key=key,
                 queue=queue,
                 priority=priority,
@@ -163,7 +163,8 @@ def _bad_line(number: int, error: Exception) -> typer.BadParameter:
     return typer.BadParameter(f"line {number}: {error}", param_hint="--file")
 
 
-def _read_payload(text: str) -> object:
+def read_payload(text: str) -> object:
+    """The value of PAYLOAD: JSON, `-` for standard input, `@FILE` for a file. Raises ValueError, typer.BadParameter."""
     try:
         if text == "-":
             return decode_json(sys.stdin.buffer.read(LINE_BYTES))
