@@ -93,7 +93,7 @@ def lock():
     )
     for path, selection in (
         (LOCK, ("pyproject.toml", "--all-extras", "--group", "dev", "--upgrade")),
-        ("requirements-runtime.lock", ("pyproject.toml", "--constraint", LOCK)),
+        ("requirements-runtime.lock", ("pyproject.toml", "--extra", "http", "--constraint", LOCK)),
         ("requirements-build.lock", ("--group", "build", "--constraint", LOCK)),
     ):
         status = subprocess.call((*compile_, path, *selection), env=ENVIRON)

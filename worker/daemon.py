@@ -17,7 +17,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import uvloop
 
@@ -29,7 +31,7 @@ from worker.handlers import Handlers
 from worker.health import HealthFile
 from worker.settings import Settings, unknown_settings
 from worker.store import schema
-from worker.store.connection import DATABASE_ERRORS, Database, safe_text
+from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, safe_text
 from worker.systemd import Notifier
 from worker.version import VERSION
 
@@ -46,14 +48,16 @@ _TURN_SECONDS = 0.1
 _CLOSE_SECONDS = 0.3
 """For what handlers have left behind: tasks, threads, generators."""
 
+_Beside: TypeAlias = Callable[[Worker], AbstractContextManager[None]]
+
 
 class _Stopped(SystemExit):
     """A stop signal while nothing is held yet, raised wherever the main thread is."""
 
 
-def run(settings: Settings, *, burst: bool = False, migrate: bool = False) -> int:
-    """The daemon until it has stopped. Returns the exit status (0, 1, 69, 75, 78); does not return when it has to end itself with a
-    thread still alive."""
+def run(settings: Settings, *, burst: bool = False, migrate: bool = False, http: tuple[str, int] | None = None) -> int:
+    """The daemon until it has stopped, and the HTTP interface at `http` beside it. Returns the exit status (0, 1, 69, 75, 78); does
+    not return when it has to end itself with a thread still alive."""
     started_at = local_seconds()
     signals = _Signals()
     logs.configure(level=settings.log_level, format=settings.log_format, worker=settings.name, version=VERSION)
@@ -63,8 +67,9 @@ def run(settings: Settings, *, burst: bool = False, migrate: bool = False) -> in
         handlers = load_handlers(settings.handlers)
         if signals.came_early:  # and the module has swallowed it
             raise _Stopped(0)
+        beside = _http_beside(settings, http)
         _settle_the_heap()
-        serving = _serve(settings, handlers, signals, burst=burst, migrate=migrate)
+        serving = _serve(settings, handlers, signals, burst=burst, migrate=migrate, beside=beside)
         status = _run_to_the_end(runner.get_loop(), serving, signals)
     except _Stopped:
         status = 0
@@ -149,7 +154,18 @@ def load_handlers(name: str | None) -> Handlers | None:
     return found
 
 
-async def _serve(settings: Settings, handlers: Handlers | None, signals: _Signals, *, burst: bool, migrate: bool) -> int:
+def _http_beside(settings: Settings, http: tuple[str, int] | None) -> _Beside:
+    """What runs beside the Worker: the HTTP interface, or nothing. The extra is imported only for the former."""
+    if http is None:
+        return lambda _: contextlib.nullcontext()
+    from worker.api.hosting import Hosting
+
+    return Hosting(settings, host=http[0], port=http[1]).beside
+
+
+async def _serve(
+    settings: Settings, handlers: Handlers | None, signals: _Signals, *, burst: bool, migrate: bool, beside: _Beside
+) -> int:
     asyncio.get_running_loop().set_exception_handler(logs.loop_exception_handler)
     notifier = Notifier()
     frozen_seconds = max(_FROZEN_LEASES * settings.lease_seconds, _FROZEN_AT_LEAST_SECONDS)
@@ -180,7 +196,7 @@ async def _serve(settings: Settings, handlers: Handlers | None, signals: _Signal
     )
     if migrate:
         await _migrate(settings)
-    with signals.heard_by(worker, notifier):
+    with signals.heard_by(worker, notifier), beside(worker):
         await worker.start()
         if not worker.is_stopping:
             notifier.ready()
@@ -195,10 +211,13 @@ async def _migrate(settings: Settings) -> None:
         settings.database_url.get_secret_value() if settings.database_url else None,
         schema=settings.schema_name,
         connect_timeout_seconds=settings.connect_timeout_seconds,
+        pooler=settings.pooler is not None,
     )
     try:
         connection = await database.connect("migrate", statement_timeout_seconds=60.0)
     except DATABASE_ERRORS as error:
+        if isinstance(error, ConnectFailed) and error.refused:
+            raise ConfigError(str(error)) from None
         raise DatabaseUnavailable(safe_text(error)) from None
     try:
         await schema.migrate(connection, settings.schema_name)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
 
 
+MOST_OUTSTANDING = 3
+"""While a synchronous standby is away each claim stays in the server without an answer, with its connection and its rows."""
+
+
 class LostClaims:
     """Remembers claims without an answer, and gives back what they took."""
 
@@ -38,7 +42,9 @@ class LostClaims:
 
     @contextmanager
     def watching(self, connection: Connection) -> Iterator[None]:
-        """Around a claim: if its answer does not come, its server process is remembered."""
+        """Around a claim: if its answer does not come, its server process is remembered. No claim while too many are."""
+        if len(self._lost) >= MOST_OUTSTANDING:
+            raise ConnectionError(f"the last {len(self._lost)} claims had no answer and may still commit")
         pid = connection.get_server_pid()
         try:
             yield

@@ -150,7 +150,8 @@ def prune(embedded: Embedded = False, data_dir: DataDir = None) -> None:
     pruned = with_schema(embedded, data_dir, work, limit_seconds=None)
     print_line(
         f"pruned {counted(pruned.jobs, 'job')}, {counted(pruned.failures, 'failure')} of jobs that are gone, "
-        f"{counted(pruned.ledger, 'ledger row')}, {pruned.processes} process{'' if pruned.processes == 1 else 'es'}"
+        f"{counted(pruned.ledger, 'ledger row')}, {pruned.processes} process{'' if pruned.processes == 1 else 'es'}, "
+        f"{counted(pruned.leases, 'lease')}"
     )
 
 

@@ -13,6 +13,7 @@ import typer
 from worker import events, logs
 from worker.cli.printing import print_error, print_line, print_rows
 from worker.cli.reaching import DataDir, Embedded, connected, database_of, reach
+from worker.cli.serve import http_address
 from worker.errors import ConfigError
 from worker.health import HealthFile, all_well, read_verdicts
 from worker.settings import Settings, load_settings, unknown_settings
@@ -30,17 +31,21 @@ def run(
         typer.Option("--burst", help="End with 0 once no job of these queues and kinds is ready or running."),
     ] = False,
     migrate: Annotated[bool, typer.Option("--migrate", help="Apply or upgrade the schema first.")] = False,
+    serve: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve the HTTP interface as well, in this process.", show_default=False)
+    ] = None,
 ) -> None:
     """Run the daemon: claim jobs, run their handlers, until SIGTERM."""
     from worker import daemon
 
+    http = None if serve is None else http_address(serve)
     try:
         with reach(embedded, data_dir) as settings:
             if embedded and settings.database_url is not None:
                 # Not on standard output, which holds the log and nothing else.
                 url = shlex.quote(settings.database_url.get_secret_value())
                 print(f"DATABASE_URL={url}", file=sys.stderr, flush=True)
-            status = daemon.run(settings, burst=burst, migrate=migrate or embedded)
+            status = daemon.run(settings, burst=burst, migrate=migrate or embedded, http=http)
     except ConfigError as error:
         console = os.environ.get("WORKER_LOG_FORMAT", "").strip().lower() == "console"
         logs.configure(format="console" if console else "json")

@@ -190,12 +190,16 @@ async def survey(connection: Connection, database: Database, queues: Sequence[st
     ]
 
 
-# Rows of this owner that nobody in the process holds. Reads the running rows, which are few; it runs only after a lost answer.
+# Younger than every claim so far, older than every claim to come.
+BOUND = "SELECT nextval('{schema}.fence_seq')"
+
+# Rows of this owner that nobody in the process holds. Reads the running rows, which are few; it runs only after a lost answer. `$4`:
+# should it arrive late, on a connection that was given up, it must not touch what has been claimed meanwhile.
 RECOVER = """
 WITH orphans AS MATERIALIZED (
     SELECT j.id, j.fence
     FROM {schema}.jobs AS j
-    WHERE j.state = 'running' AND j.lease_owner = $1
+    WHERE j.state = 'running' AND j.lease_owner = $1 AND j.fence < $4
         AND NOT EXISTS (
             SELECT FROM unnest($2::bigint[], $3::bigint[]) AS held(id, fence) WHERE held.id = j.id AND held.fence = j.fence)
     FOR NO KEY UPDATE
@@ -214,7 +218,8 @@ SELECT r.*, {schema}.wake_workers(r.queue) FROM returned AS r
 async def recover(connection: Connection, database: Database, *, owner: str, held: Sequence[tuple[int, int]]) -> list[ClaimedJob]:
     """Give back, attempt refunded, the jobs of a claim whose answer was lost. Call it when that claim can no longer commit."""
     ids, fences = [id for id, _ in held], [fence for _, fence in held]
-    rows = await connection.fetch(database.sql(RECOVER), owner, ids, fences)
+    bound = await connection.fetchval(database.sql(BOUND))
+    rows = await connection.fetch(database.sql(RECOVER), owner, ids, fences, bound)
     return [ClaimedJob(*row[:11]) for row in rows]
 
 

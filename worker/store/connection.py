@@ -28,11 +28,12 @@ from asyncpg.transaction import Transaction as Transaction
 from worker.masking import safe_text as safe_text
 from worker.store import dsn as dsn_text
 from worker.store.lane import Lane as Lane
+from worker.store.poolers import require_own_session, way_out
 from worker.store.shared_pool import Pool as Pool
 from worker.store.target import Address, Keepalive
 from worker.store.trouble import DATABASE_ERRORS as DATABASE_ERRORS
 from worker.store.trouble import ConnectFailed as ConnectFailed
-from worker.store.trouble import is_refusal
+from worker.store.trouble import is_poolers, is_refusal
 from worker.store.trouble import is_unavailable as is_unavailable
 from worker.store.trouble import sqlstate as sqlstate
 
@@ -127,7 +128,9 @@ class Database:
         self.connect_timeout_seconds = self.target.connect_timeout_seconds or connect_timeout_seconds
         self._application_name = self.target.application_name or application_name
         self._quoted_schema = '"' + schema.replace('"', '""') + '"'
+        self._variable = variable
         self._sql: dict[str, str] = {}
+        self._is_direct = False
 
     def __repr__(self) -> str:
         return f"<Database {self.target.where}>"
@@ -172,7 +175,7 @@ class Database:
         raise self._failed(failures) from failures[-1][1]
 
     def _failed(self, failures: list[tuple[Address, Exception]]) -> ConnectFailed:
-        reasons = [f"{address}: {_reason(error)}" for address, error in failures]
+        reasons = [f"{address}: {self._reason(error)}" for address, error in failures]
         last = failures[-1][1]
         return ConnectFailed(
             f"cannot connect to {self.target.where}: {'; '.join(dict.fromkeys(reasons))}"[:1000],
@@ -183,6 +186,8 @@ class Database:
     async def _connect_one(
         self, address: Address, attribute: str, timeout_seconds: float, server_settings: dict[str, str]
     ) -> Connection:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
         connection: Connection = await asyncpg.connect(
             **self.target.connect_arguments(address),
             target_session_attrs=attribute,
@@ -196,12 +201,25 @@ class Database:
         try:
             for name in ("json", "jsonb"):
                 await connection.set_type_codec(name, schema="pg_catalog", encoder=_json_text, decoder=str)
+            if not self.pooler and not self._is_direct:
+                await require_own_session(connection, max(deadline - loop.time(), 0.001))
+                self._is_direct = True
             if not address.is_socket:
                 _keep_alive(connection, self.target.keepalive)
         except BaseException:
             connection.terminate()
             raise
         return connection
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, asyncpg.TargetServerAttributeNotMatched):
+            return "is not what target_session_attrs asks for"
+        if isinstance(error, TimeoutError):
+            return "timed out"
+        text = safe_text(error)
+        if is_poolers(error):
+            text = f"a connection pooler is in between ({text}): {way_out(self._variable, pooler=self.pooler)}"
+        return text
 
     def _server_settings(self, role: str, statement_timeout_seconds: float | None, settings: Mapping[str, str]) -> dict[str, str]:
         chosen = {"application_name": f"{self._application_name} {role}"}
@@ -230,12 +248,6 @@ class Database:
 _NOT_ACCEPTING = "55000"
 # A host name that cannot be encoded is a UnicodeError.
 _CONNECT_ERRORS: tuple[type[Exception], ...] = (*DATABASE_ERRORS, UnicodeError)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, asyncpg.TargetServerAttributeNotMatched):
-        return "is not what target_session_attrs asks for"
-    return "timed out" if isinstance(error, TimeoutError) else safe_text(error)
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

@@ -12,11 +12,13 @@ FROM_THE_START = -(2**63)
 
 # Index jobs_running, from `horizon` on: what sorts before it was reaped earlier, and its dead entries need not be read again.
 # `now()`, not clock_timestamp(): an index condition instead of a filter over everything that runs.
-# A job is a crash's victim if its owner's presence has lapsed as well; a live owner that let the lease go only lost it.
+# A job is a crash's victim if its owner's presence has lapsed as well; a live owner that let the lease go only lost it. So did a
+# remote worker (over HTTP): it has no presence, and nobody can tell its end from a lost connection.
 REAP = """
 WITH expired AS MATERIALIZED (
     SELECT j.id, j.fence, j.lease_owner, j.lease_until,
-        NOT EXISTS (SELECT FROM {schema}.processes AS p WHERE p.id = j.lease_owner AND p.expires_at > now()) AS crashed
+        NOT j.lease_owner ^@ 'http:'
+            AND NOT EXISTS (SELECT FROM {schema}.processes AS p WHERE p.id = j.lease_owner AND p.expires_at > now()) AS crashed
     FROM {schema}.jobs AS j
     WHERE j.state = 'running' AND j.lease_until < now() AND j.lease_until >= $1
     ORDER BY j.lease_until, j.id

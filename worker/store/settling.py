@@ -32,6 +32,13 @@ WITH held AS (
     SELECT * FROM unnest($1::bigint[], $2::bigint[], $3::text[], $4::boolean[]) AS h(id, fence, result, has_effects)
 ), done AS ("""
 
+# For remote workers, each with a name of its own: $5 is an array beside the others.
+_HELD_BY_SEVERAL = """
+WITH held AS (
+    SELECT * FROM unnest($1::bigint[], $2::bigint[], $3::text[], $4::boolean[], $5::text[])
+        AS h(id, fence, result, has_effects, owner)
+), done AS ("""
+
 _KEEP = """
     UPDATE {schema}.jobs AS j
     SET state = 'succeeded', completed_at = now(), lease_owner = NULL, lease_until = NULL, last_error = NULL,
@@ -100,6 +107,19 @@ async def complete(
         return dict.fromkeys(done, False)
     new = set() if row[3] is None else set(zip(row[3], row[4], strict=True))
     return {key: needs_ledger and key not in new for key, needs_ledger in zip(done, row[2], strict=True)}
+
+
+COMPLETE_FOR_SEVERAL = _HELD_BY_SEVERAL + _KEEP.replace("$5", "held.owner") + _WITHOUT_LEDGER
+
+
+async def complete_for_several(connection: Connection, database: Database, completions: Sequence[tuple[Completion, str]]) -> set[Key]:
+    """End these attempts, each of its own owner and without effects, as succeeded; returns those that had their lease."""
+    ordered = sorted(completions)
+    ids, fences, results, has_effects = map(list, zip(*(completion for completion, _ in ordered), strict=True))
+    owners = [owner for _, owner in ordered]
+    row = await connection.fetchrow(database.sql(COMPLETE_FOR_SEVERAL), ids, fences, results, has_effects, owners)
+    assert row is not None  # an aggregate
+    return set() if row[0] is None else set(zip(row[0], row[1], strict=True))
 
 
 class Settlement(NamedTuple):

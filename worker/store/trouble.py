@@ -20,6 +20,7 @@ _UNAVAILABLE_CLASSES = frozenset({"08", "53", "58", "XX"})
 # · 57P0x shutting down, starting up, terminated by an administrator. Not 57014: a cancelled statement says
 # nothing about the database.
 _UNAVAILABLE_STATES = frozenset({"25006", "25P03", "25P04", "57P01", "57P02", "57P03", "57P04", "57P05"})
+_PROTOCOL_VIOLATION = "08P01"
 # What asyncpg says on a connection that is gone. Its other InterfaceErrors are misuse (two statements at
 # once on one connection), which must not look like an outage.
 _GONE = ("closed", "closing", "released back to the pool")
@@ -35,6 +36,17 @@ class ConnectFailed(ConnectionError):
         super().__init__(message)
         self.sqlstate = sqlstate
         self.refused = refused
+
+
+class PoolerFound(ConnectionError):
+    """The session is not our own: what we asked for at its start has not reached it."""
+
+
+def is_poolers(error: BaseException) -> bool:
+    """Whether a connection failed because it leads to a connection pooler that was taken for the database."""
+    return isinstance(error, PoolerFound) or (
+        sqlstate(error) == _PROTOCOL_VIOLATION and "unsupported startup parameter" in str(error)
+    )
 
 
 def sqlstate(error: BaseException | None) -> str | None:
@@ -54,10 +66,11 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether a connection failed for what we are or ask for: password, database, certificate."""
+    """Whether a connection failed for what we are or ask for: password, database, certificate, a pooler."""
     code = sqlstate(error) or ""
     return (
         code[:2] == "28"
         or code in ("3D000", "42501")
+        or is_poolers(error)
         or isinstance(error, ssl.SSLCertVerificationError | asyncpg.ClientConfigurationError | UnicodeError)
     )

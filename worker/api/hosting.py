@@ -1,0 +1,81 @@
+"""The HTTP server in a daemon's process (`worker run --serve`): in a thread with a loop of its own, so that a handler that blocks
+the daemon's loop holds up no probe and no heartbeat, and nothing here can hold up the drain.
+
+As soon as the daemon is asked to stop, nothing new is accepted; what is under way is answered while the daemon drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from worker import events, logs
+from worker.api.auth import Tokens, read_tokens
+from worker.api.hosts import PoolHost
+from worker.api.listening import Server, bind
+from worker.api.state import Api, make_api
+from worker.settings import Settings
+
+if TYPE_CHECKING:
+    from worker.embedded import Worker
+
+_LOOK_SECONDS = 0.1
+_END_SECONDS = 0.3
+
+
+class Hosting:
+    """Bound before the daemon does anything: an address that cannot be had stops the start."""
+
+    def __init__(self, settings: Settings, *, host: str, port: int) -> None:
+        self._settings = settings
+        self._tokens: Tokens = read_tokens(settings)
+        self._sockets: list[socket.socket] = bind(host, port, self._tokens)
+
+    @contextlib.contextmanager
+    def beside(self, worker: Worker) -> Iterator[None]:
+        """Serve while the block runs, and not for longer."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._turn, args=(worker, over), name="http", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(_END_SECONDS)  # a daemon thread: what hangs does not keep the process
+
+    def _turn(self, worker: Worker, over: threading.Event) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve(worker, over))
+        except Exception as error:  # the daemon's work goes on; its readiness probe fails
+            logs.emit(events.INTERNAL_ERROR, where="http", exception=error)
+
+    async def _serve(self, worker: Worker, over: threading.Event) -> None:
+        asyncio.get_running_loop().set_exception_handler(logs.loop_exception_handler)
+        host = PoolHost(worker)
+        api = make_api(self._settings, self._tokens, host)
+        server = Server(api, self._sockets, stop_seconds=self._settings.shutdown_grace_seconds)
+        try:
+            async with asyncio.TaskGroup() as group:
+                loops = group.create_task(api.run(), name="http loops")
+                watching = group.create_task(self._watch(api, worker, server, over), name="http watch")
+                await server.listen()
+                loops.cancel()
+                watching.cancel()
+        finally:
+            await api.close()
+
+    async def _watch(self, api: Api, worker: Worker, server: Server, over: threading.Event) -> None:
+        """Hear of the database, which the daemon verifies, and of the stop, however busy the daemon's loop is."""
+        while not (worker.is_stopping or over.is_set()):
+            if worker.parts is not None and not api.is_verified:
+                api.is_verified = True
+                logs.emit(events.HTTP_READY)
+            await asyncio.sleep(_LOOK_SECONDS)
+        server.should_exit = True

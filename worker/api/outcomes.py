@@ -1,0 +1,181 @@
+"""Outcomes of remote attempts: completions, failures and releases that arrive meanwhile share one transaction.
+
+The statements are the daemon's. Then one look tells what became of each attempt: whether this transaction has ended it, an earlier
+one, or nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from worker import events, logs
+from worker.api.coalescing import Coalescer, Waiting
+from worker.api.judging import Verb, judge
+from worker.api.problems import of_database
+from worker.clock import local_seconds
+from worker.domain import Backoff, Failed, Released, Succeeded, verdict
+from worker.measures import REMOTE
+from worker.store import effects, settling, tasks
+from worker.store.connection import DATABASE_ERRORS, is_unavailable
+from worker.store.leasing import Key
+from worker.store.settling import Completion, Settled, Settlement
+from worker.store.tasks import Standing, Task
+
+if TYPE_CHECKING:
+    from worker.store.connection import Connection, Database, Lane
+
+MOST = 64
+FINISH_SETTINGS = {"plan_cache_mode": "force_generic_plan", "lock_timeout": "200ms"}
+"""Whoever keeps a row locked holds up the others of its group for no longer than this."""
+
+
+class Ending(NamedTuple):
+    """What a remote worker says of its attempt."""
+
+    verb: Verb
+    id: int
+    fence: int
+    owner: str
+    outcome: Succeeded | Failed | Released
+
+    @property
+    def key(self) -> Key:
+        return self.id, self.fence
+
+
+Member = Waiting[Ending, Task]
+
+
+class Outcomes:
+    """`end` is for routes; `run` is the one loop that writes."""
+
+    def __init__(self, database: Database, lane: Lane, *, backoff: Backoff, statement_seconds: float, limit_seconds: float) -> None:
+        self._database = database
+        self._lane = lane
+        self._backoff = backoff
+        self._statement_seconds = statement_seconds
+        self._coalescer: Coalescer[Ending, Task] = Coalescer(
+            self._write_all,
+            most=MOST,
+            limit_seconds=limit_seconds,
+            bytes_of=lambda ending: len(ending.outcome.result or "") if isinstance(ending.outcome, Succeeded) else 0,
+        )
+        self.run: Callable[[], Coroutine[object, object, None]] = self._coalescer.run
+
+    async def end(self, ending: Ending) -> Task:
+        """The task after the attempt has ended so. Raises Problem when it has not."""
+        return await self._coalescer.ask(ending)
+
+    def give_back(self, task: Task, owner: str) -> None:
+        """Nobody was there to take this task: release it."""
+        self._coalescer.tell(Ending("release", task.id, task.fence, owner, Released(reason="claim_lost")))
+
+    async def _write_all(self, members: Sequence[Member]) -> None:
+        """Write these; a group that is refused is halved until the one at fault is alone. Raises when the database is away."""
+        try:
+            await self._write(members)
+        except DATABASE_ERRORS as error:
+            connection = await self._still_there(error)
+            if connection is None:
+                raise
+            await effects.roll_back(connection)
+            if len(members) == 1:
+                members[0].refuse(of_database(error))
+                return
+            half = len(members) // 2
+            await self._write_all(members[:half])
+            await self._write_all(members[half:])
+
+    async def _still_there(self, error: BaseException) -> Connection | None:
+        """The connection, if the error was about what was sent; None (it is dropped then) if it was about the database."""
+        if not isinstance(error, OSError) and not is_unavailable(error):
+            connection = await self._lane.get()
+            if connection.is_in_transaction():
+                return connection
+        self._lane.drop()
+        return None
+
+    async def _write(self, members: Sequence[Member]) -> None:
+        endings = [member.wish for member in members]
+        connection = await self._lane.get()
+        sent_at = local_seconds()
+        async with asyncio.timeout(self._statement_seconds):
+            await connection.execute("BEGIN")
+            completed, settled = await self._apply(connection, endings)
+            attempts = [(ending.id, ending.fence, ending.owner) for ending in endings]
+            standings = await tasks.look(connection, self._database, attempts)
+            await connection.execute("COMMIT")
+        REMOTE.commit_seconds.observe(local_seconds() - sent_at)
+        ended = {*completed, *settled}
+        for member, standing in zip(members, standings, strict=True):
+            ending = member.wish
+            problem = judge(ending.verb, standing, fence=ending.fence, owner=ending.owner)
+            if problem is None:
+                assert standing is not None
+                member.answer(standing.task)
+                if ending.key in ended:
+                    ended.remove(ending.key)  # said once, however often it was asked for at the same time
+                    _say(ending, standing)
+            else:
+                REMOTE.stale_refused += problem.status_code == 409
+                member.refuse(problem)
+        await self._wake(connection, settled)
+
+    async def _apply(self, connection: Connection, endings: Sequence[Ending]) -> tuple[set[Key], dict[Key, Settled]]:
+        """Each by id, owner and fence; returns what these statements have ended."""
+        completed: set[Key] = set()
+        settled: dict[Key, Settled] = {}
+        failed = [ending.id for ending in endings if isinstance(ending.outcome, Failed)]
+        attempts = await tasks.count_attempts(connection, self._database, failed) if failed else {}
+        completions = [
+            (Completion(*ending.key, ending.outcome.result, False), ending.owner)
+            for ending in endings
+            if isinstance(ending.outcome, Succeeded)
+        ]
+        if completions:
+            # The row is kept, whatever the retention: whoever repeats a completion finds it. Pruning removes it.
+            completed = await settling.complete_for_several(connection, self._database, completions)
+        for owner in sorted({ending.owner for ending in endings if not isinstance(ending.outcome, Succeeded)}):
+            settlements = [
+                Settlement(*ending.key, verdict(ending.outcome, attempts.get(ending.id, 1), self._backoff, random.uniform(0.5, 1)))
+                for ending in endings
+                if ending.owner == owner and not isinstance(ending.outcome, Succeeded)
+            ]
+            settled |= await settling.settle(connection, self._database, settlements, owner=owner)
+        return completed, settled
+
+    async def _wake(self, connection: Connection, settled: dict[Key, Settled]) -> None:
+        """Tell a hungry process of what is ready again."""
+        queues = sorted({one.queue for one in settled.values() if one.state == "ready"})
+        if queues:
+            try:
+                async with asyncio.timeout(self._statement_seconds):
+                    await settling.wake(connection, self._database, queues)
+            except DATABASE_ERRORS:
+                self._lane.drop()  # they are found by the next poll
+
+
+def _say(ending: Ending, standing: Standing) -> None:
+    """The event of an attempt that has just ended."""
+    task = standing.task
+    about = {
+        "job_id": task.id,
+        "kind": task.kind,
+        "queue": task.queue,
+        "attempt": task.attempt,
+        "fence": ending.fence,
+        "processor": ending.owner.removeprefix(tasks.OWNER_PREFIX),
+    }
+    match ending.outcome:
+        case Succeeded():
+            REMOTE.completed += 1
+            logs.emit(events.JOB_SUCCEEDED, **about)
+        case Failed() as failed:
+            REMOTE.failed += 1
+            event = events.JOB_DEAD if task.state == "dead" else events.JOB_FAILED
+            logs.emit(event, **about, error=failed.error, error_type=failed.error_type)
+        case Released() as released:
+            logs.emit(events.JOB_RELEASED, **about, reason=released.reason)

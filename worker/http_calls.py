@@ -1,0 +1,107 @@
+"""Calls of a `worker serve`, for programs without access to the database: strict JSON both ways, a time limit on each, and three
+kinds of answers: what was asked for, a refusal to act on, or none that anybody could trust. Needs httpx, from the extra `http`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+from worker.domain_json import decode_json, encode_json
+from worker.errors import ConfigError
+from worker.masking import remember
+
+_FIRST_DELAY_SECONDS = 0.1
+_LONGEST_DELAY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A status that means something to the caller, and the object that came with it (empty for 204)."""
+
+    status: int
+    body: Mapping[str, object]
+
+    @property
+    def error(self) -> str:
+        """The code of a refusal."""
+        return str(self.body.get("error", ""))
+
+    @property
+    def message(self) -> str:
+        return str(self.body.get("message", ""))
+
+
+class HttpCalls:
+    """Keep-alive connections to one server. Raises ConfigError for an address that cannot be right."""
+
+    def __init__(self, url: str, *, bearer: str | None, timeout_seconds: float, connections: int) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("the address of the server must be http://HOST:PORT or https://HOST:PORT")
+        remember(bearer)
+        self.where = f"{parts.scheme}://{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
+        """Without what may be a secret in it."""
+        self.timeout_seconds = timeout_seconds
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
+            timeout=timeout_seconds,
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30.0),
+            follow_redirects=False,
+        )
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, seconds: float | None = None
+    ) -> Answer:
+        """The answer, if it says anything: 2xx, 404, 409, 413, 422.
+
+        Raises ConnectionError (nothing is known: ask again) when there is none, or the server says that it cannot now; ConfigError
+        for what asking again cannot mend (a token that is not accepted, something else than our server).
+        """
+        content = None if body is None else encode_json(body, "the request").encode()
+        try:
+            response = await self._client.request(
+                method,
+                path,
+                content=content,
+                headers={} if content is None else {"Content-Type": "application/json"},
+                timeout=self.timeout_seconds if seconds is None else max(min(seconds, self.timeout_seconds), 0.01),
+            )
+        except httpx.TimeoutException:
+            raise ConnectionError(f"{self.where}: no answer in time") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ConnectionError(f"{self.where}: {error or type(error).__name__}") from None
+        status = response.status_code
+        if status in (401, 403):
+            raise ConfigError(f"{self.where}: {_read(response).message or status}")
+        if status >= 500 or status in (408, 429):
+            raise ConnectionError(f"{self.where}: {status} {_read(response).error}")
+        if not (200 <= status < 300 or status in (404, 409, 413, 422)):
+            raise ConfigError(f"{self.where}: answers {status}; is it `worker serve`?")
+        return _read(response)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _read(response: httpx.Response) -> Answer:
+    if not response.content:
+        return Answer(response.status_code, {})
+    try:
+        body = decode_json(response.content)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        # A proxy's page, say.
+        raise ConnectionError(f"{response.status_code} without a JSON object")
+    return Answer(response.status_code, body)
+
+
+def delay_seconds(failures: int) -> float:
+    """How long to wait before asking again, after so many failures in a row: growing, with jitter."""
+    return min(_FIRST_DELAY_SECONDS * 2.0 ** min(failures, 16), _LONGEST_DELAY_SECONDS) * random.uniform(0.5, 1)

@@ -1,0 +1,114 @@
+"""Named leases over HTTP: the transport of `Leases(url=…, bearer=…)`. The server's database judges, as everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from worker.errors import ConfigError
+from worker.holding import HeldName
+from worker.http_calls import Answer, HttpCalls
+from worker.lease_transport import Renewed
+from worker.store.leases import Ended, Grant, Held
+
+TIMEOUT_SECONDS = 4.0
+"""Less than `Leases` goes on asking: a lost answer is asked for again."""
+CONNECTIONS = 8
+"""So many renewals are on their way at a time."""
+
+
+class HttpTransport:
+    """The way to the leases of a `worker serve`."""
+
+    def __init__(self, url: str, bearer: str | None) -> None:
+        self._calls = HttpCalls(url, bearer=bearer, timeout_seconds=TIMEOUT_SECONDS, connections=CONNECTIONS)
+
+    @property
+    def where(self) -> str:
+        return self._calls.where
+
+    @property
+    def answer_seconds(self) -> float:
+        return TIMEOUT_SECONDS
+
+    async def acquire(
+        self, *, resource: str, holder: str, ttl_seconds: float, request_id: str, metadata: Mapping[str, object] | None
+    ) -> Grant | Held | Ended:
+        """Acquire, or learn who has it; the same answer for a repeated request_id."""
+        body = {
+            "resource": resource,
+            "holder": holder,
+            "ttl_seconds": ttl_seconds,
+            "request_id": request_id,
+            "metadata": {} if metadata is None else dict(metadata),
+        }
+        answer = await self._calls.call("POST", "/api/leases", body)
+        match answer.status, answer.error:
+            case 201, _:
+                return Grant(_number(answer, "id"), _number(answer, "fence"), _number(answer, "expires_in_ms"))
+            case 409, "ended":
+                return Ended(id=_number(answer, "id"), fence=_number(answer, "fence"))
+            case 409, _:
+                holder_now = answer.body.get("holder")
+                return Held(
+                    holder=None if holder_now is None else str(holder_now), retry_after_ms=_number(answer, "retry_after_ms")
+                )
+        raise _refused(answer)
+
+    async def renew_many(self, held: Sequence[HeldName], *, limit_seconds: float) -> Renewed:
+        """Renew each, several at a time. One without an answer is in neither part; none with an answer raises ConnectionError."""
+        renewed: dict[tuple[int, int], int] = {}
+        lost: set[tuple[int, int]] = set()
+        trouble: list[Exception] = []
+        turns = asyncio.Semaphore(CONNECTIONS)
+
+        async def renew(one: HeldName) -> None:
+            body = {"resource": one.resource, "holder": one.holder, "fence": one.fence}
+            async with turns:
+                try:
+                    answer = await self._calls.call("PUT", "/api/leases/renew", body, seconds=limit_seconds)
+                except (ConnectionError, ConfigError) as error:
+                    trouble.append(error)
+                    return
+            if answer.status == 200:
+                renewed[one.key] = _number(answer, "expires_in_ms")
+            elif answer.status == 404:
+                lost.add(one.key)
+
+        async with asyncio.TaskGroup() as group:
+            for one in held:
+                group.create_task(renew(one), name=f"renew {one.resource}")
+        if trouble and not renewed and not lost:
+            raise ConnectionError(str(trouble[0]))
+        return Renewed(renewed, frozenset(lost))
+
+    async def release(self, *, resource: str, holder: str, fence: int) -> bool:
+        """End it at once; also True when that had happened before. False: it was not this holder's any more."""
+        body = {"resource": resource, "holder": holder, "fence": fence}
+        answer = await self._calls.call("DELETE", "/api/leases/release", body)
+        if answer.status not in (200, 404):
+            raise _refused(answer)
+        return answer.status == 200
+
+    def drop(self) -> None:
+        """Nothing to forget: a request that ran out of time has lost its connection."""
+
+    async def close(self, limit_seconds: float) -> None:
+        try:
+            async with asyncio.timeout(limit_seconds):
+                await self._calls.close()
+        except (TimeoutError, OSError):
+            pass
+
+
+def _number(answer: Answer, name: str) -> int:
+    value = answer.body.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConnectionError(f"an answer without {name}")
+    return value
+
+
+def _refused(answer: Answer) -> Exception:
+    if answer.status == 422:
+        return ValueError(answer.message)
+    return ConfigError(f"the server answers {answer.status}: {answer.message}")
