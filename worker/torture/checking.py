@@ -1,0 +1,171 @@
+"""The check: reads what was recorded, puts every rule to it, and makes the report."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from worker import events
+from worker.store import audit, generating
+from worker.store.audit import FinalRow
+from worker.store.connection import Database
+from worker.torture import handlers, notes, other_rules, timing
+from worker.torture.breaches import RULES, Breach, Findings
+from worker.torture.daemons import check_exits
+from worker.torture.field import Field
+from worker.torture.job_rules import JobFacts, JobRules
+from worker.torture.other_rules import Excuse, Run
+from worker.torture.running import NOTES_FILE, Passed, Wish
+from worker.version import VERSION
+
+SHOWN_BREACHES: Final = 100
+SHOWN_HISTORIES: Final = 20
+"""Whole histories of jobs that the breaches are about."""
+_STATEMENT_SECONDS: Final = 600.0
+_BUSY_AGAIN_SECONDS: Final = 0.5
+
+
+async def check(passed: Passed, wish: Wish, database: Database) -> tuple[Findings, dict[str, object]]:
+    """Every rule against the recorded history. Returns what was found, and the document of the report but for its head."""
+    field = passed.field
+    findings = Findings()
+    runs = list(notes.read(field.directory / NOTES_FILE))
+    connection = await database.connect("torture", statement_timeout_seconds=_STATEMENT_SECONDS)
+    try:
+        rules = JobRules(findings)
+        async for change in audit.changes(connection, database):
+            rules.feed(change)
+        rules.finish(
+            final=await audit.final_rows(connection, database),
+            effects=await audit.effects(connection, database),
+            ledger=await audit.ledger(connection, database),
+            acknowledged=sorted(field.load.acknowledged),
+            kinds_with_effect=handlers.WITH_EFFECT,
+            kinds_with_next=handlers.WITH_NEXT,
+        )
+        lease_changes = await audit.lease_changes(connection, database)
+        acquired = other_rules.check_leases(lease_changes, findings, rules.facts)
+        other_rules.check_guarded(await audit.guarded(connection, database), findings)
+        other_rules.check_slots(
+            await audit.slots(connection, database),
+            lease_changes,
+            rules.facts.inserts.values(),
+            findings,
+            resource=generating.NAME,
+        )
+        claimed: dict[int, tuple[str, str | None]] = {
+            fence: (str(claim.job_id), claim.process) for fence, claim in rules.facts.claims.items()
+        }
+        other_rules.check_runs(runs, findings, claimed | acquired)
+        _check_stops(field, runs, findings, rules.facts.cancelled)
+        histories = [change._asdict() async for change in audit.changes(connection, database, of=_jobs_of(findings))]
+    finally:
+        connection.terminate()
+    logged = _check_logs(field, findings)
+    check_exits(field.slots, runs, findings, lease_seconds=wish.lease_seconds)
+    recovery = timing.recovery(rules.facts.reaps, field.killed, findings, lease_seconds=wish.lease_seconds)
+    returns = timing.returns(rules.facts.completed_at, field.ended, findings, usual_per_second=passed.usual_per_second)
+    return findings, {
+        "quiet": passed.quiet,
+        "acknowledged": len(field.load.acknowledged),
+        "counts": dict(sorted(rules.facts.counts.items())),
+        "faults": dict(field.injected),
+        "processes_started": sum(len(slot.lives) for slot in field.slots),
+        "stale_attempts_refused": _came_back_late(rules.facts, runs, field),
+        "commits_without_answer": field.lost_commits
+        + sum(slot.proxy.lost_commits for slot in field.slots if slot.proxy is not None),
+        "abandoned_by_their_process": dict(logged),
+        "usual_per_second": round(passed.usual_per_second, 1),
+        "recovery_seconds": recovery._asdict(),
+        "return_seconds": returns,
+        "rules": {
+            name: {
+                "promise": promise,
+                "tried": findings.tried[name],
+                "breaches": sum(breach.rule == name for breach in findings.breaches),
+            }
+            for name, promise in RULES.items()
+        },
+        "breaches": [_shown(breach) for breach in findings.breaches[:SHOWN_BREACHES]],
+        "histories": histories,
+    }
+
+
+def _check_stops(field: Field, runs: list[Run], findings: Findings, cancelled: set[int]) -> None:
+    died_at = {life.name: life.ended_at for slot in field.slots for life in slot.lives if life.ended_at is not None}
+    excuses = [excuse for slot in field.slots for excuse in slot.excuses]
+    other_rules.check_stops(
+        runs, findings, died_at=died_at, excuses=excuses + _blocked(runs), deaf_kinds=handlers.DEAF, cancelled=cancelled
+    )
+
+
+def _jobs_of(findings: Findings) -> list[int]:
+    """The jobs that the first breaches are about."""
+    found: set[int] = set()
+    for breach in findings.breaches[:SHOWN_BREACHES]:
+        for row in breach.rows:
+            if isinstance(row, Run):
+                found |= {int(row.subject)} if row.subject.isdecimal() else set()
+            elif isinstance(row, FinalRow):
+                found.add(row.id)
+            elif isinstance(id := getattr(row, "job_id", None), int):
+                found.add(id)
+    return sorted(found)[:SHOWN_HISTORIES]
+
+
+def head(wish: Wish, *, where: str, server_version: str, skipped: Mapping[str, str]) -> dict[str, object]:
+    """What a reader has to know to do it again."""
+    return {"version": VERSION, "server_version": server_version, "where": where, **asdict(wish), "skipped": dict(skipped)}
+
+
+def _blocked(runs: list[Run]) -> list[Excuse]:
+    """While a handler blocks its loop, nobody else in the process can be told anything."""
+    return [
+        Excuse(run.process, run.started_at, (run.ended_at or run.started_at) + _BUSY_AGAIN_SECONDS)
+        for run in runs
+        if run.kind == handlers.BLOCK
+    ]
+
+
+def _came_back_late(facts: JobFacts, runs: list[Run], field: Field) -> int:
+    """Handlers that ended, in a process that lived, after their job had been taken from them: what they did counts for nothing."""
+    return sum(
+        run.ended_at is not None and field.database_us(run.ended_at) > facts.taken[run.fence]
+        for run in runs
+        if run.fence in facts.taken
+    )
+
+
+def _check_logs(field: Field, findings: Findings) -> Counter[str]:
+    """What is to be seen in the logs that can be read; counts abandoned attempts by reason."""
+    abandoned: Counter[str] = Counter()
+    for life in (life for slot in field.slots if slot.sort != "holder" for life in slot.lives):
+        if life.log is None:
+            continue
+        entries = read_log(life.log, life.name, findings)
+        other_rules.check_log(life.name, entries, findings, started=handlers.STARTED, shutdown=events.SHUTDOWN_STARTED.name)
+        abandoned.update(str(entry.get("reason")) for entry in entries if entry.get("event") == events.JOB_ABANDONED.name)
+    return abandoned
+
+
+def read_log(log: Path, process: str, findings: Findings) -> list[Mapping[str, object]]:
+    """The lines of a daemon's log, as far as they are what they are to be."""
+    text = log.read_text("utf-8", "replace")
+    entries: list[Mapping[str, object]] = []
+    for line in text[: text.rfind("\n") + 1].splitlines():  # the last line of a killed process may be cut
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if findings.expect(isinstance(entry, dict), "log_lines", f"{process} wrote something else", line[:1000]):
+            entries.append(entry)
+    return entries
+
+
+def _shown(breach: Breach) -> dict[str, object]:
+    rows = [row._asdict() if hasattr(row, "_asdict") else row for row in breach.rows]
+    return {"rule": breach.rule, "promise": RULES[breach.rule], "text": breach.text, "rows": rows}

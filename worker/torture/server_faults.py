@@ -1,0 +1,110 @@
+"""Faults of the whole server: only where it is the torture's own. Each returns when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from worker.clock import local_seconds
+from worker.store import audit, sabotage
+from worker.store.connection import DATABASE_ERRORS
+from worker.torture.field import Field
+
+_COME_BACK_SECONDS: Final = 60.0
+_LOOK_AGAIN_SECONDS: Final = 0.05
+_DAEMONS: Final = "t%"
+_FEW_CONNECTIONS: Final = 3
+
+
+async def _undo(field: Field, setting: str) -> None:
+    """Whatever state the server is in meanwhile."""
+    await field.operator.patiently(_COME_BACK_SECONDS, lambda connection: sabotage.reset_server(connection, setting))
+
+
+async def _standby(field: Field, chance: random.Random) -> None:
+    """COMMIT is carried out here and waits for a standby. Either its session is ended meanwhile: nobody was told, and it counts. Or
+    its client is cut off: who looks now sees nothing of a commit that is still on its way."""
+    proxies = [slot.proxy for slot in field.slots if slot.proxy is not None]
+    cuts = bool(proxies) and chance.random() < 0.5
+    async with field.server_lock:
+        try:
+            async with field.operator.session() as connection:
+                await sabotage.set_server(connection, "synchronous_standby_names", "ghost")
+            until = local_seconds() + field.lease_seconds / 4
+            while local_seconds() < until:
+                await asyncio.sleep(field.lease_seconds / 8 if cuts else _LOOK_AGAIN_SECONDS)
+                async with field.operator.session() as connection:
+                    waiting = await sabotage.backends(connection, like=_DAEMONS, wait_for_standby=True)
+                    field.lost_commits += len(waiting)
+                    if not cuts:
+                        await sabotage.terminate(connection, waiting)
+                if cuts:
+                    for proxy in proxies:
+                        proxy.break_off()
+                    await asyncio.sleep(max(until - local_seconds(), 0))
+        except DATABASE_ERRORS:
+            pass  # another fault has the server as well
+        finally:
+            await _undo(field, "synchronous_standby_names")
+
+
+async def _readonly(field: Field, chance: random.Random) -> None:
+    async with field.server_lock:
+        try:
+            async with field.operator.session() as connection:
+                await sabotage.set_server(connection, "default_transaction_read_only", "on")
+            await asyncio.sleep(field.lease_seconds * chance.uniform(0.3, 1.2))
+        except DATABASE_ERRORS:
+            pass
+        finally:
+            await _undo(field, "default_transaction_read_only")
+
+
+async def _limit(field: Field, chance: random.Random) -> None:
+    slot = field.pick(chance)
+    async with field.server_lock:
+        try:
+            async with field.operator.session() as connection:
+                await sabotage.limit_connections(connection, _FEW_CONNECTIONS)
+                pids = await sabotage.backends(connection, like=f"t{slot.number}-%")
+                await sabotage.terminate(connection, pids)
+            await asyncio.sleep(field.lease_seconds * chance.uniform(0.5, 1.2))
+        except DATABASE_ERRORS:
+            pass
+        finally:
+            await field.operator.patiently(_COME_BACK_SECONDS, lambda connection: sabotage.limit_connections(connection, -1))
+
+
+async def _restart(field: Field, chance: random.Random) -> None:
+    assert field.own_server is not None
+    async with field.server_lock:
+        await field.own_server.restart()
+        await _await_server(field)
+
+
+async def _crash(field: Field, chance: random.Random) -> None:
+    assert field.own_server is not None
+    async with field.server_lock:
+        with contextlib.suppress(*DATABASE_ERRORS):
+            async with field.operator.session() as connection:
+                pids = await sabotage.backends(connection, like=_DAEMONS)
+            if pids:
+                field.own_server.kill_backend(chance.choice(pids))
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        await _await_server(field)
+
+
+async def _await_server(field: Field) -> None:
+    await field.operator.patiently(_COME_BACK_SECONDS, audit.read_clock)
+
+
+INJECTIONS: Final[Mapping[str, Callable[[Field, random.Random], Awaitable[None]]]] = {
+    "standby": _standby,
+    "readonly": _readonly,
+    "limit": _limit,
+    "restart": _restart,
+    "crash": _crash,
+}
