@@ -85,6 +85,7 @@ class Listener:
                 on_end=closed.set,
             )
             await listening.check(connection, self._channel, check)
+            is_writable = await listening.probe(connection)
         try:
             async with asyncio.timeout(self._answer_seconds):
                 await heard.wait()
@@ -101,8 +102,12 @@ class Listener:
                 async with asyncio.timeout(PROBE_SECONDS):
                     await closed.wait()
             except TimeoutError:
+                was_writable = is_writable
                 async with asyncio.timeout(self._answer_seconds):
-                    await listening.probe(connection)
+                    is_writable = await listening.probe(connection)
+                if was_writable and not is_writable:
+                    # It goes on answering, but jobs and whoever speaks of them are elsewhere now.
+                    raise ConnectionError("the server has become read-only") from None
         raise ConnectionError("the connection was closed")
 
     def _jobs(self, queue: str) -> None:

@@ -23,9 +23,13 @@ async def listen(
     await connection.add_listener(f"{channel}_cancel", lambda _connection, _pid, _channel, payload: on_cancel(payload))
 
 
-async def probe(connection: Connection) -> None:
-    """A question that a living connection answers at once. It also reads what was sent meanwhile."""
-    await connection.fetchval("SELECT 1")
+PROBE = "SELECT NOT current_setting('transaction_read_only')::boolean"
+
+
+async def probe(connection: Connection) -> bool:
+    """A question that a living connection answers at once: whether the server can be written to. It also reads what was sent
+    meanwhile."""
+    return bool(await connection.fetchval(PROBE))
 
 
 CHECK = "SELECT pg_notify($1 || '_cancel', $2)"
