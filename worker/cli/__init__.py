@@ -2,7 +2,8 @@
 
 0 done · 1 the answer is no, or something broke · 2 wrong usage or input · 69 the database cannot be reached ·
 78 the configuration, the schema or a grant has to be changed first. `worker run` has 75 besides: stopped, but
-something was left to lease expiry.
+something was left to lease expiry. `worker lease run` ends as its command does; 73 when the lease was not to be had, 75 when it
+was lost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from worker.cli import bench, demo, enqueue, jobs, printing, process, stats
+from worker.cli import bench, demo, enqueue, generator, jobs, lease, printing, process, serve, stats, torture
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.masking import safe_text
 from worker.server_programs import ClusterError
@@ -105,8 +106,12 @@ app.command("enqueue")(enqueue.enqueue)
 app.command("check")(process.check)
 app.command("health")(process.health)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(lease.app, name="lease")
 app.command("stats")(stats.stats)
+app.add_typer(generator.app, name="generator")
+app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
+app.command("torture")(torture.torture)
 
 
 def _open_standard_descriptors() -> None:
