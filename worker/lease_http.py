@@ -67,13 +67,12 @@ class HttpTransport:
             async with turns:
                 try:
                     answer = await self._calls.call("PUT", "/api/leases/renew", body, seconds=limit_seconds)
-                except (ConnectionError, ConfigError) as error:
+                    if answer.status == 200:
+                        renewed[one.key] = _number(answer, "expires_in_ms")
+                    elif answer.status == 404:
+                        lost.add(one.key)
+                except (ConnectionError, ConfigError, ValueError) as error:
                     trouble.append(error)
-                    return
-            if answer.status == 200:
-                renewed[one.key] = _number(answer, "expires_in_ms")
-            elif answer.status == 404:
-                lost.add(one.key)
 
         async with asyncio.TaskGroup() as group:
             for one in held:

@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import Literal, Self
 
 from worker.clock import local_seconds
-from worker.domain import Lease
+from worker.domain import Lease, clean_text, describe
 from worker.domain_json import encode_json
-from worker.errors import LeaseLost
+from worker.errors import ConfigError, LeaseLost
 from worker.http_calls import Answer, HttpCalls, delay_seconds
 
 LEASE_SECONDS = 30.0
@@ -183,7 +183,7 @@ class TaskClient:
 
     async def fail(self, task: RemoteTask, error: str) -> None:
         """The attempt failed: again later, or dead on the last one."""
-        await self._tell(task, "fail", {"error": error[-_ERROR_CHARACTERS:]})
+        await self._tell(task, "fail", {"error": clean_text(error[-_ERROR_CHARACTERS:], _ERROR_CHARACTERS)})
 
     async def release(self, task: RemoteTask) -> None:
         """Give it back, attempt refunded."""
@@ -291,7 +291,7 @@ class TaskClient:
                 if error is None:
                     await self.complete(task, output)
                     return "completed"
-                await self.fail(task, f"{type(error).__name__}: {error}")
+                await self.fail(task, f"{type(error).__name__}: {describe(error)}")
                 return "failed"
             except LeaseLost as refused:
                 _log.warning("%s", refused)
@@ -322,7 +322,8 @@ class TaskClient:
                     pause_seconds, failures = task.lease_seconds / 3, 0
             except LeaseLost:
                 pass  # task.lost says why
-            except ConnectionError as error:
+            except (ConnectionError, ConfigError, ValueError) as error:
+                # Whatever it was, nobody has said that the lease is gone, nor that it goes on: the trust decides.
                 failures += 1
                 pause_seconds = min(delay_seconds(failures), task.lease_seconds / 12)
                 _log.warning("task %d: no heartbeat: %s", task.id, error)

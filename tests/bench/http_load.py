@@ -75,7 +75,7 @@ async def run(arguments: argparse.Namespace) -> None:
         for number, client in enumerate(clients):
             group.create_task(work(client, number, started + arguments.seconds, counts, latencies))
     seconds = time.perf_counter() - started
-    print({name: count for name, count in sorted(counts.items())})
+    print(dict(sorted(counts.items())))
     for verb, times in latencies.items():
         times.sort()
         if times:

@@ -112,7 +112,9 @@ async def complete(
 COMPLETE_FOR_SEVERAL = _HELD_BY_SEVERAL + _KEEP.replace("$5", "held.owner") + _WITHOUT_LEDGER
 
 
-async def complete_for_several(connection: Connection, database: Database, completions: Sequence[tuple[Completion, str]]) -> set[Key]:
+async def complete_for_several(
+    connection: Connection, database: Database, completions: Sequence[tuple[Completion, str]]
+) -> set[Key]:
     """End these attempts, each of its own owner and without effects, as succeeded; returns those that had their lease."""
     ordered = sorted(completions)
     ids, fences, results, has_effects = map(list, zip(*(completion for completion, _ in ordered), strict=True))
