@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -65,7 +65,7 @@ async def check(passed: Passed, wish: Wish, database: Database) -> tuple[Finding
         histories = [change._asdict() async for change in audit.changes(connection, database, of=_jobs_of(findings))]
     finally:
         connection.terminate()
-    logged = _check_logs(field, findings)
+    logged, lines = _check_logs(field, findings, {history["job_id"] for history in histories})
     check_exits(field.slots, runs, findings, lease_seconds=wish.lease_seconds)
     recovery = timing.recovery(rules.facts.reaps, field.killed, findings, lease_seconds=wish.lease_seconds)
     returns = timing.returns(rules.facts.completed_at, field.ended, findings, usual_per_second=passed.usual_per_second)
@@ -92,6 +92,8 @@ async def check(passed: Passed, wish: Wish, database: Database) -> tuple[Finding
         },
         "breaches": [_shown(breach) for breach in findings.breaches[:SHOWN_BREACHES]],
         "histories": histories,
+        "log_lines_of_these": lines,
+        "steps": [step._asdict() for step in field.done],
     }
 
 
@@ -140,16 +142,18 @@ def _came_back_late(facts: JobFacts, runs: list[Run], field: Field) -> int:
     )
 
 
-def _check_logs(field: Field, findings: Findings) -> Counter[str]:
-    """What is to be seen in the logs that can be read; counts abandoned attempts by reason."""
+def _check_logs(field: Field, findings: Findings, jobs: Collection[object]) -> tuple[Counter[str], list[object]]:
+    """What is to be seen in the logs that can be read. Counts abandoned attempts by reason, and returns what is said of `jobs`."""
     abandoned: Counter[str] = Counter()
+    said: list[object] = []
     for life in (life for slot in field.slots if slot.sort != "holder" for life in slot.lives):
         if life.log is None:
             continue
         entries = read_log(life.log, life.name, findings)
         other_rules.check_log(life.name, entries, findings, started=handlers.STARTED, shutdown=events.SHUTDOWN_STARTED.name)
         abandoned.update(str(entry.get("reason")) for entry in entries if entry.get("event") == events.JOB_ABANDONED.name)
-    return abandoned
+        said += [entry for entry in entries if entry.get("job_id") in jobs]
+    return abandoned, said
 
 
 def read_log(log: Path, process: str, findings: Findings) -> list[Mapping[str, object]]:

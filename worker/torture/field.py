@@ -15,7 +15,7 @@ from worker.store.connection import Connection
 from worker.torture.daemons import Life, Slot
 from worker.torture.load import Load, Operator
 from worker.torture.server import OwnServer
-from worker.torture.timing import Ended, Killed
+from worker.torture.timing import Done, Ended, Killed
 
 _US: Final = 1_000_000
 _DAEMONS_SHARE: Final = 0.6
@@ -38,6 +38,7 @@ class Field:
     lost_commits: int = 0
     """Whose answers were lost at the server; the proxies count those that were lost on the way."""
     killed: list[Killed] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     _ahead_us: int = 0
 

@@ -20,7 +20,7 @@ from worker.torture.load import JOBS_PER_SECOND, Load, Operator
 from worker.torture.proxy import Proxy
 from worker.torture.reach import connect_to, url_of
 from worker.torture.server import OwnServer
-from worker.torture.timing import NINE_TENTHS, RETURN_SECONDS, SLACK_SECONDS, WINDOW_SECONDS, Ended
+from worker.torture.timing import NINE_TENTHS, RETURN_SECONDS, SLACK_SECONDS, WINDOW_SECONDS, Done, Ended
 
 NOTES_FILE: Final = "notes"
 
@@ -212,8 +212,10 @@ async def _torture(wish: Wish, field: Field, usual: float, say: Callable[[str], 
             return
         say(f"{left:.0f} s to go: {' and '.join(step.faults)}")
         kills = len(field.killed)
+        began = field.database_us()
         await inject(field, step)
         ended_at = local_seconds()
+        field.done.append(Done(step.faults, began, field.database_us(ended_at)))
         await _watch_return(field, usual)
         if len(step.faults) == 1:
             field.ended.append(Ended(step.faults[0], field.database_us(ended_at), field.database_us()))

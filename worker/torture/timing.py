@@ -36,6 +36,14 @@ class Ended(NamedTuple):
     watched_until: int
 
 
+class Done(NamedTuple):
+    """One step of the plan as it was carried out; microseconds by the database's clock."""
+
+    faults: tuple[str, ...]
+    began: int
+    ended: int
+
+
 class Times(NamedTuple):
     """Seconds; `limit` is what was promised. None: there is nothing to tell."""
 
