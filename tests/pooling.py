@@ -99,10 +99,8 @@ class PgBouncer:
     def ask(self, command: str) -> list[tuple[object, ...]]:
         """A command of its console."""
         with psycopg.connect(self.dsn(dbname="pgbouncer"), autocommit=True) as console:
-            cursor = console.cursor()
-            # Its console knows the simple protocol only.
-            console.pgconn.exec_(b"")
-            cursor.execute(command, prepare=False)
+            # Without parameters psycopg uses the simple protocol, which is all that the console knows.
+            cursor = console.execute(command)
             return cursor.fetchall() if cursor.description else []
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import psycopg
+from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from tests.processes import wait_for
@@ -83,10 +84,9 @@ class Node:
         shutil.rmtree(pgdata, ignore_errors=True)
         self._account.own(self.data_dir)
         source = make_conninfo(host=other.socket_dir, port=PORT, user="postgres", application_name=STANDBY_NAME)
-        command = ("pg_basebackup", "-D", pgdata, "-d", source, "-R", "-c", "fast", "-X", "stream")
-        program, *arguments = command
-        programs = programs_for(self._account)
-        status, output = self._account.run(programs / str(program), *arguments, timeout_seconds=COPY_SECONDS)
+        program = programs_for(self._account) / "pg_basebackup"
+        arguments = ("-D", pgdata, "-d", source, "-R", "-c", "fast", "-X", "stream")
+        status, output = self._account.run(program, *arguments, timeout_seconds=COPY_SECONDS)
         assert status == 0, output
 
     def connect(self) -> psycopg.Connection[Any]:
@@ -102,7 +102,7 @@ class Node:
     def set(self, name: str, value: str) -> None:
         """In its own configuration, at once."""
         with self.connect() as connection:
-            connection.execute(psycopg.sql.SQL("ALTER SYSTEM SET {} = {}").format(psycopg.sql.Identifier(name), value))
+            connection.execute(sql.SQL("ALTER SYSTEM SET {} = {}").format(sql.Identifier(name), value))
             connection.execute("SELECT pg_reload_conf()")
             wait_for(lambda: self.value("SELECT current_setting(%s)", name) == value)
 

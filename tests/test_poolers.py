@@ -65,17 +65,17 @@ def daemons_role(server_dsn: str, url: str, limits: dict[str, str]) -> Iterator[
 
 
 @contextlib.contextmanager
-def pooled_workplace(place: PooledWorkplace, server_dsn: str, limits: dict[str, str]) -> Iterator[PooledWorkplace]:
-    with daemons_role(server_dsn, place.url, limits) as name, pgbouncer(place.url, roles=[(name, PASSWORD)]) as bouncer:
+def pooled_by(place: PooledWorkplace, server_dsn: str) -> Iterator[None]:
+    with daemons_role(server_dsn, place.url, LIMITS) as name, pgbouncer(place.url, roles=[(name, PASSWORD)]) as bouncer:
         place.join(bouncer, name)
-        yield place
+        yield
 
 
 @pytest.fixture
 def pooled(server: Server, database_url: str, daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[PooledWorkplace]:
-    with contextlib.closing(PooledWorkplace(database_url, tmp_path, daemon)) as place:
-        with pooled_workplace(place, server.dsn, LIMITS):
-            yield place
+    place = PooledWorkplace(database_url, tmp_path, daemon)
+    with contextlib.closing(place), pooled_by(place, server.dsn):
+        yield place
 
 
 @pytest.fixture
@@ -84,9 +84,9 @@ def pooled_server(
 ) -> Iterator[PooledWorkplace]:
     """The same on a server of its own, which may be stopped."""
     cluster = private_cluster()
-    with contextlib.closing(PooledWorkplace.on(cluster, tmp_path, daemon)) as place:
-        with pooled_workplace(place, cluster.dsn, LIMITS):
-            yield place
+    place = PooledWorkplace.on(cluster, tmp_path, daemon)
+    with contextlib.closing(place), pooled_by(place, cluster.dsn):
+        yield place
 
 
 def troubles(*processes: Daemon) -> list[dict[str, object]]:
@@ -152,8 +152,8 @@ def test_without_a_direct_route_it_polls_and_says_so_once(pooled: PooledWorkplac
     assert pooled.value("SELECT cancel_job(%s)", id) == "cancelled"
     # The next renewal finds it out.
     pooled.wait_for_notes("told:cancelled", "cancelled", timeout_seconds=LEASE_SECONDS)
-    (lost,) = troubles(process)
-    assert lost["event"] == "listener_lost"
+    lost, cancelled = troubles(process)
+    assert (lost["event"], cancelled["event"]) == ("listener_lost", "job_abandoned")
     assert "WORKER_LISTEN_DATABASE_URL" in str(lost["error"])
 
 
