@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import logging
 import sys
@@ -718,6 +719,23 @@ async def test_plain_functions_run_in_threads_of_their_own_with_the_context_of_n
             assert (await run.ended(id))["state"] == "succeeded"
     assert len(names) == 3
     assert threading.main_thread().name not in names
+
+
+async def test_every_attempt_begins_with_the_context_of_nobody_else(database_url: str) -> None:
+    """Attempts start each other in their slots: neither tenants nor trace spans may come along."""
+    handlers, found = Handlers(), []
+    tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="none")
+
+    @handlers.job("tenant")
+    async def of_a_tenant(job: Job[object]) -> None:
+        found.append(tenant.get())
+        tenant.set(f"tenant of {job.id}")
+        await asyncio.sleep(0)
+
+    async with running(database_url, handlers, workers=1) as run:
+        for id in [await run.enqueue("tenant") for _ in range(10)]:
+            await run.ended(id)
+    assert found == ["none"] * 10
 
 
 async def test_callables_of_every_sort_are_handlers(database_url: str) -> None:

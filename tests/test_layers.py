@@ -21,7 +21,12 @@ FLOORS: dict[int, set[str]] = {
     0: {
         *("domain", "settings", "setting_rules", "events", "errors", "version"),
         *("domain_json", "new_job", "generation", "effect_sql", "masking", "lease_terms"),  # rules about text and values
-        *("clock", "holding", "committing", "measures"),  # the one local clock; what is held, and which of it may share a transaction
+        *(
+            "clock",
+            "holding",
+            "committing",
+            "measures",
+        ),  # the one local clock; what is held, and which of it may share a transaction
     },
     # What is durable, and what is said.
     1: {"store", "logs", "log_lines", "log_sink", "log_capture", "patience"},

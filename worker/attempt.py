@@ -124,6 +124,8 @@ class Attempt:
             return failure(error)
         held.renew_until = self._deadline
         held.on_lost = self._lost_elsewhere
+        if held.lost is not None:  # just before there was somebody to tell
+            return Abandoned(reason=held.lost)
         held.phase = Phase.RUNNING
         if min(held.trusted_until, self._deadline) - now < _SOON_SECONDS:
             self.watch()  # the pool does it for the others, a little later

@@ -6,6 +6,7 @@ A slot is free again when its handler has really ended; the lease is kept until 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -49,6 +50,8 @@ class Pool:
         self.deaf_seconds = deaf_seconds
         self.executor: Executor = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="handler")
         self.loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        """What every attempt begins with: an attempt that starts the next one must not hand it its own."""
         self._handlers = handlers
         self._resources = resources
         self._committer = committer
@@ -155,7 +158,7 @@ class Pool:
             attempt = Attempt(self, held, kind, resources, kind.timeout_seconds or self._job_timeout_seconds)
             self._running[job[:2]] = attempt
             self._suspects += job.crashes > 0
-            attempt.task = self.loop.create_task(attempt.run())
+            attempt.task = self.loop.create_task(attempt.run(), context=self._context.copy())
             self._young.append(attempt)
             if self._young_timer is None:
                 self._young_timer = self.loop.call_later(YOUNG_SECONDS, self._watch_the_young)

@@ -148,7 +148,7 @@ def _time_and_reaper(world: World, without: Set[str]) -> Iterator[Step[World]]:
     row = world.row
     if row.live:
         yield Step("the lease expires", world._replace(row=row._replace(live=False)))
-    if world.open is not None:
+    if world.open is not None or "reaper" in without:
         return
     if world.picked is not None:
         is_same = world.picked == (row.id, row.fence) or "reap re-check" in without
@@ -185,7 +185,7 @@ def _claims(world: World, name: str, without: Set[str], *, faulty: bool) -> Iter
         yield Step(f"{name} loses the connection of its claim", world.with_process(name, cut), fault=True)
     if process.lost_claim and world.open is None:
         held = frozenset(attempt.key for attempt in process.attempts)
-        recovered = None if "recovery" in without else statements.recover(row, name, held)
+        recovered = statements.recover(row, name, held)
         after = world.with_process(name, process._replace(lost_claim=process.stray_claim))
         yield Step(f"{name} gives back what its lost claim took", after._replace(row=recovered or row), verb="recover")
     if name == "a" and world.crash_to_come:
@@ -258,7 +258,12 @@ def _execute(world: World, write: Write, without: Set[str], *, heard: bool) -> S
         world = world._replace(effects=(*world.effects, key))
     if statements.end(world.row, key[0], name, key[1], verb, without) is not None:
         opened = world._replace(open=write, heard=heard)
-        return Step(f"{_what(write)} is executed", opened.with_attempt(name, key, "sent") if heard else opened, "execute", by)
+        return Step(
+            f"{_what(write)} is executed" + ("" if heard else ", unheard"),
+            opened.with_attempt(name, key, "sent") if heard else opened,
+            "execute",
+            by,
+        )
     if heard:
         world = world.giving_up(name, key) if "second look" in without else world.with_attempt(name, key, "unsure")
     return Step(f"{_what(write)} matches nothing", world, "refused", by)
