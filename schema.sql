@@ -413,8 +413,14 @@ BEGIN
                 clock_timestamp(), '{}')
             ON CONFLICT (resource) DO NOTHING;
         ELSIF is_same THEN
-            acquire_lease.outcome := CASE WHEN is_over THEN 'ended' ELSE 'acquired' END;
-            RETURN;
+            -- Locked, so that no old snapshot answers for a lease that has passed on since.
+            PERFORM FROM leases AS l
+            WHERE l.id = acquire_lease.id AND l.fence = acquire_lease.fence AND (is_over OR l.released_at IS NULL)
+            FOR NO KEY UPDATE;
+            IF FOUND THEN
+                acquire_lease.outcome := CASE WHEN is_over THEN 'ended' ELSE 'acquired' END;
+                RETURN;
+            END IF;
         ELSIF NOT is_over THEN
             acquire_lease.outcome := 'held';
             acquire_lease.fence := NULL;

@@ -63,6 +63,7 @@ class LeaseDesk:
         )
         self._is_broken = False
         self._unfinished: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[object]] = set()
 
     async def guard(self, name: str, loop: Coroutine[object, object, None]) -> None:
         """Run one of the two loops. A bug in it must leave nobody trusting a lease that is not watched any more."""
@@ -81,7 +82,10 @@ class LeaseDesk:
 
     async def ask(self, asking: Asking) -> HeldName:
         """Acquire, and renew from now on. Raises LeaseHeld, DatabaseUnavailable, ConfigError, ValueError."""
-        asking.task = asyncio.current_task()
+        asking.task = task = asyncio.current_task()
+        if task is not None:
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
         asking.request_id = secrets.token_hex(16)
         try:
             if asking.is_abandoned:
@@ -147,7 +151,7 @@ class LeaseDesk:
             pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
             until_seconds = min(free_at, give_up_at) - now if give_up_at > now else pause_seconds
             await asyncio.sleep(max(min(pause_seconds * random.uniform(0.5, 1), until_seconds), _LEAST_PAUSE_SECONDS))
-        raise RuntimeError("the keeper has ended by a fault of its own: see the log")
+        raise RuntimeError("nobody would renew it: Leases has been left meanwhile, or its keeper has failed (see the log)")
 
     async def _question(self, asking: Asking) -> HeldName | Held | Ended:
         """Ask once under the present request_id."""
@@ -226,7 +230,8 @@ class LeaseDesk:
         """Whoever still holds a lease is told that nobody renews it any more; what is being given back has so much time."""
         self._is_broken = True
         self._lose_all()
-        if self._unfinished:
-            _, late = await asyncio.wait(self._unfinished, timeout=limit_seconds)
+        ending = self._unfinished | self._asking  # who asks looks up at least every half second
+        if ending:
+            _, late = await asyncio.wait(ending, timeout=limit_seconds)
             for task in late:
                 task.cancel()
