@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from worker.clock import local_seconds
 from worker.errors import ConfigError
 from worker.holding import HeldName
 from worker.http_calls import Answer, HttpCalls
@@ -61,12 +62,17 @@ class HttpTransport:
         lost: set[tuple[int, int]] = set()
         trouble: list[Exception] = []
         turns = asyncio.Semaphore(CONNECTIONS)
+        deadline = local_seconds() + limit_seconds  # of all together: what has come by then counts
 
         async def renew(one: HeldName) -> None:
             body = {"resource": one.resource, "holder": one.holder, "fence": one.fence}
             async with turns:
+                left_seconds = deadline - local_seconds()
+                if left_seconds <= 0:
+                    trouble.append(ConnectionError("no time was left to ask"))
+                    return
                 try:
-                    answer = await self._calls.call("PUT", "/api/leases/renew", body, seconds=limit_seconds)
+                    answer = await self._calls.call("PUT", "/api/leases/renew", body, seconds=left_seconds)
                     if answer.status == 200:
                         renewed[one.key] = _number(answer, "expires_in_ms")
                     elif answer.status == 404:

@@ -262,19 +262,20 @@ class TaskClient:
         working = asyncio.create_task(_run(handler, task), name=f"task {task.id}")
         keeping = asyncio.create_task(self._keep(task, working), name=f"heartbeat {task.id}")
         try:
-            await asyncio.wait({working})
-        except asyncio.CancelledError:
-            working.cancel()
-            await asyncio.wait({working})
-            await _stop(keeping)
-            # Shielded and limited: the cancellation goes on when it is told, or could not be.
-            with contextlib.suppress(LeaseLost, ConnectionError, TimeoutError):
-                await asyncio.wait_for(self.release(task), self._calls.timeout_seconds)
-            raise
-        try:
+            try:
+                await asyncio.wait({working})
+            except asyncio.CancelledError:
+                working.cancel()
+                await asyncio.wait({working})
+                keeping.cancel()
+                # Limited: the cancellation goes on when it is told, or could not be.
+                with contextlib.suppress(LeaseLost, ConnectionError, TimeoutError, ValueError):
+                    await asyncio.wait_for(self.release(task), self._calls.timeout_seconds)
+                raise
             return await self._finish(task, working)
         finally:
-            await _stop(keeping)
+            keeping.cancel()
+            working.cancel()
 
     async def _finish(self, task: RemoteTask, working: asyncio.Task[object]) -> Ended:
         """Tell how the handler ended. Its lease is kept meanwhile, and it is told again until there is an answer, or too much time
@@ -334,11 +335,6 @@ async def _run(handler: Handler, task: RemoteTask) -> object:
     output = await handler(task)
     encode_json(output, "output")  # here, where a failure is the handler's own
     return output
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
 
 
 def _trusted_until(sent_at: float, lease_seconds: float, expires_in_ms: int) -> float:

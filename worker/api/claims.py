@@ -22,7 +22,7 @@ from worker.clock import local_seconds
 from worker.measures import REMOTE
 from worker.store import claiming, tasks
 from worker.store.claiming import Cursor, Range
-from worker.store.connection import read_moments_as_microseconds, sqlstate
+from worker.store.connection import read_moments_as_microseconds
 from worker.store.leasing import Key
 from worker.store.tasks import Task, Wish
 
@@ -187,12 +187,12 @@ class Claims:
                 claimed = await self._claim_for(connection, next(iter(asked.values())), wishes) if wishes else {}
                 if repeatable:
                     await connection.execute("COMMIT")
-        except BaseException as error:
-            if sqlstate(error) is None or connection.is_closed():
-                # What the caller can repeat, the repetition finds; the rest goes back once this can no longer commit.
-                generated = [call.wish.request_id for call in asked.values() if not call.may_be_repeated]
-                if generated:
-                    self._lost.append((connection.get_server_pid(), local_seconds(), generated))
+        except BaseException:
+            # What the caller can repeat, the repetition finds; the rest, of an earlier statement perhaps, goes back once this can
+            # no longer commit.
+            generated = [call.wish.request_id for call in asked.values() if not call.may_be_repeated]
+            if generated:
+                self._lost.append((connection.get_server_pid(), local_seconds(), generated))
             raise
         REMOTE.claim_seconds.observe(local_seconds() - sent_at)
         return found, claimed

@@ -190,16 +190,16 @@ async def survey(connection: Connection, database: Database, queues: Sequence[st
     ]
 
 
-# Younger than every claim so far, older than every claim to come.
-BOUND = "SELECT nextval('{schema}.fence_seq')"
+# As young as the youngest claim so far. It draws none: that would wait for a synchronous standby, as those claims may do.
+BOUND = "SELECT pg_sequence_last_value('{schema}.fence_seq')"
 
-# Rows of this owner that nobody in the process holds. Reads the running rows, which are few; it runs only after a lost answer. `$4`:
-# should it arrive late, on a connection that was given up, it must not touch what has been claimed meanwhile.
+# Rows of this owner that nobody in the process holds. Reads the running rows, which are few; it runs only after a lost answer.
+# `$4`: should it arrive late, on a connection that was given up, it must not touch what has been claimed meanwhile.
 RECOVER = """
 WITH orphans AS MATERIALIZED (
     SELECT j.id, j.fence
     FROM {schema}.jobs AS j
-    WHERE j.state = 'running' AND j.lease_owner = $1 AND j.fence < $4
+    WHERE j.state = 'running' AND j.lease_owner = $1 AND j.fence <= $4
         AND NOT EXISTS (
             SELECT FROM unnest($2::bigint[], $3::bigint[]) AS held(id, fence) WHERE held.id = j.id AND held.fence = j.fence)
     FOR NO KEY UPDATE

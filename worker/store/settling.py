@@ -116,7 +116,7 @@ async def complete_for_several(
     connection: Connection, database: Database, completions: Sequence[tuple[Completion, str]]
 ) -> set[Key]:
     """End these attempts, each of its own owner and without effects, as succeeded; returns those that had their lease."""
-    ordered = sorted(completions)
+    ordered = sorted(completions, key=lambda one: one[0][:2])  # several may want to end the same attempt
     ids, fences, results, has_effects = map(list, zip(*(completion for completion, _ in ordered), strict=True))
     owners = [owner for _, owner in ordered]
     row = await connection.fetchrow(database.sql(COMPLETE_FOR_SEVERAL), ids, fences, results, has_effects, owners)
