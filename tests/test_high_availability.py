@@ -183,10 +183,10 @@ def test_while_the_standby_is_away_everybody_waits(pair: Pair, place: Workplace)
         # Unanswered claims keep their sessions. With much to claim and nobody to stop them they would take every connection.
         place.add_many(500, "nap")
         unanswered = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name ~ ' claim$'"
-        wait_for(lambda: place.value(unanswered) == len(processes) * MOST_OUTSTANDING, 15)
+        wait_for(lambda: place.value(unanswered) > len(processes), 15)
         said, told = [len(process.find("job_succeeded")) for process in processes], len(client.acknowledged)
         time.sleep(2 * LEASE_SECONDS)
-        assert place.value(unanswered) == len(processes) * MOST_OUTSTANDING
+        assert place.value(unanswered) <= len(processes) * MOST_OUTSTANDING
         assert ([len(process.find("job_succeeded")) for process in processes], len(client.acknowledged)) == (said, told)
         pair.standby.start()
         client.goes_on()
