@@ -1,5 +1,5 @@
-"""The models of the protocol: every state they reach keeps the promises, each mutant breaks one, and the real statements do to each row
-what the models say they do."""
+"""The models of the protocol: every state they reach keeps the promises, each mutant breaks one, and the real statements do to each
+row what the models say they do."""
 
 from __future__ import annotations
 
@@ -58,15 +58,13 @@ def test_the_second_look_carries_the_promise_and_the_lock_of_the_first_spares_a_
 
 # --- the models' rows and the real ones
 
+UNLEASED: tuple[State, ...] = ("ready", "succeeded", "dead", "cancelled")
 ROWS = [
     *(
         Row(1, "running", owner, fence, live, attempts)
         for owner, fence, live, attempts in itertools.product("ab", (1, 2), (True, False), (0, 1, 2))
     ),
-    *(
-        Row(1, state, None, fence, False, attempts)
-        for state, fence, attempts in itertools.product(("ready", "succeeded", "dead", "cancelled"), (0, 1, 2), (0, 1, 2))
-    ),
+    *(Row(1, state, None, fence, False, attempts) for state, fence, attempts in itertools.product(UNLEASED, (0, 1, 2), (0, 1, 2))),
 ]
 """Every row that the schema's CHECKs let in, with two owners and two fences: more than the models reach."""
 KEYS = ((1, 1), (1, 2))
@@ -123,7 +121,8 @@ class Table:
     async def reap(self) -> bool:
         return bool(await reaping.reap(self.connection, self.database, horizon=reaping.FROM_THE_START))
 
-    async def recover(self, owner: str, held: frozenset[tuple[int, int]]) -> bool:
+    async def recover(self, owner: str, held: frozenset[tuple[int, int]], bound: int) -> bool:
+        await self.connection.execute("SELECT setval('fence_seq', $1)", bound - 1)
         keys = [(self.id, fence) for _, fence in held]
         return bool(await claiming.recover(self.connection, self.database, owner=owner, held=keys))
 
@@ -156,8 +155,10 @@ def _cases(row: Row) -> Iterator[tuple[str, Row | None, Any]]:
     for owner in "ab":
         yield f"claim {owner}", statements.claim(row, owner, 3), lambda table, owner=owner: table.claim(owner, 3)
         for held in (frozenset(), frozenset({KEYS[0]}), frozenset({KEYS[1]})):
-            recovered = statements.recover(row, owner, held)
-            yield f"recover {owner} {held}", recovered, lambda table, owner=owner, held=held: table.recover(owner, held)
+            for bound in (2, 3):
+                recovered = statements.recover(row, owner, held, bound)
+                name = f"recover {owner} {held} below {bound}"
+                yield name, recovered, lambda table, owner=owner, held=held, bound=bound: table.recover(owner, held, bound)
         for key in KEYS:
             name = f"{owner} {key}"
             renewed = statements.renew(row, key[0], owner, key[1])

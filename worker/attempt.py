@@ -120,8 +120,8 @@ class Attempt:
         self.job = job
         try:
             job.payload = kind.read(held.job.payload)
-        except Exception as error:
-            return failure(error)
+        except BaseException as error:  # a validator is the user's code as well
+            return self._raised(job, error)
         held.renew_until = self._deadline
         held.on_lost = self._lost_elsewhere
         if held.lost is not None:  # just before there was somebody to tell
@@ -211,7 +211,8 @@ class Attempt:
             if self.job is not None:
                 self.job.cancel_reason = reason
         if self.held.phase is Phase.WAITING:  # a task that is cancelled before its first step never takes it
-            self._decide(Released(reason="not_started") if reason == "shutdown" else Abandoned(reason=reason))
+            # Not its fault either if its time has passed meanwhile: another handler has blocked the loop.
+            self._decide(Abandoned(reason=reason) if reason in _LOST else Released(reason="not_started"))
         elif self._kind.is_async:
             self.task.cancel(reason)
             if reason == "timeout":
@@ -261,6 +262,10 @@ class Attempt:
     def watch(self) -> None:
         """Stop the handler at its time-out, or when the lease is no longer trusted; look again if the trust has moved on."""
         if self._is_decided:
+            return
+        if self.held.phase is Phase.WAITING and self.is_over:  # cancelled by somebody else before its first step
+            self._decide(Released(reason="not_started"))
+            self._pool.ended(self, None)
             return
         now = local_seconds() + _EARLY_SECONDS
         if now >= self._deadline:

@@ -21,6 +21,7 @@ from worker.clock import local_seconds
 from worker.domain import ClaimedJob, Lease
 from worker.holding import Held, Holdings
 from worker.lost_claims import LostClaims
+from worker.measures import POOL_CLAIMS
 from worker.patience import Patience
 from worker.places import Place, Places
 from worker.store import claiming
@@ -225,7 +226,9 @@ class Claimer:
     def _measure_claim(self, sent_at: float) -> None:
         """How long a claim takes to answer, lately."""
         self._measure_slots()
-        self._round_trip_seconds += 0.3 * (local_seconds() - sent_at - self._round_trip_seconds)
+        seconds = local_seconds() - sent_at
+        self._round_trip_seconds += 0.3 * (seconds - self._round_trip_seconds)
+        POOL_CLAIMS.claim_seconds.observe(seconds)
 
     # --- one round
 
@@ -338,6 +341,7 @@ class Claimer:
     def _take(self, jobs: list[ClaimedJob], sent_at: float) -> None:
         trusted_until = self._lease.trusted_until(sent_at)
         held = [Held(job, trusted_until) for job in jobs]
+        POOL_CLAIMS.claimed += len(jobs)
         for one in held:
             self._holdings.add(one)
         self._slots.put(held)
@@ -360,7 +364,7 @@ class Claimer:
         if self._polls < len(_FIRST_POLLS_SECONDS):
             seconds = min(_FIRST_POLLS_SECONDS[self._polls], self._poll_seconds)
         self._polls += 1
-        due_at = self._places.next_due_at(with_suspects=not self._slots.suspect_runs())
+        due_at = self._places.next_due_at(with_suspects=not self._has_suspect())
         return min(seconds, max(due_at - now, 0.001))
 
     def _may_calm_down(self) -> bool:

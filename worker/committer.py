@@ -75,6 +75,7 @@ class Committer:
         self._on_failed = on_failed
         self._last_word = LastWord(holdings, None if on_failed is None else self._tell_failed)
         self._caution = Caution(batch)
+        one_at_a_time = asyncio.Lock()
         self._second_lane = second_lane
         self._first_writer, self._second_writer = (
             Writer(
@@ -84,6 +85,7 @@ class Committer:
                 owner=owner,
                 backoff=backoff,
                 caution=self._caution,
+                one_at_a_time=one_at_a_time,
                 batch=batch,
                 deletes=deletes,
                 group_seconds=group_seconds,
@@ -171,15 +173,16 @@ class Committer:
         """The second writer's loop: help while a full group waits, until cancelled."""
         while True:
             await self._piled_up.wait()
-            try:
-                await self._second_lane.get()
-            except DATABASE_ERRORS:
-                await asyncio.sleep(SECOND_PAUSE_SECONDS * random.uniform(0.8, 1.2))
-                continue
             while self._is_piled_up():
+                try:
+                    await self._second_lane.get()
+                except DATABASE_ERRORS:
+                    await asyncio.sleep(SECOND_PAUSE_SECONDS * random.uniform(0.8, 1.2))
+                    continue
                 self._in_second_hand = self._take()
                 await self._write(self._second_writer, [], self._in_second_hand)
                 self._in_second_hand = []
+                self._offer_room()
             self._piled_up.clear()
             self._last_word.tell()
             self._quiet.set()  # who waits for it looks again
@@ -201,10 +204,13 @@ class Committer:
         """Those that have just finished."""
         queue = self._queue
         batch = [queue.popleft() for _ in range(min(len(queue), self._most))]
+        self._offer_room()
+        return batch
+
+    def _offer_room(self) -> None:
         if self._is_awaited and not self.is_full:
             self._is_awaited = False
             self._work_loop.call_soon_threadsafe(self._on_room)
-        return batch
 
     async def _wait_for_more(self) -> None:
         seconds = None

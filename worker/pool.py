@@ -158,7 +158,8 @@ class Pool:
             attempt = Attempt(self, held, kind, resources, kind.timeout_seconds or self._job_timeout_seconds)
             self._running[job[:2]] = attempt
             self._suspects += job.crashes > 0
-            attempt.task = self.loop.create_task(attempt.run(), context=self._context.copy())
+            # Not by the loop's factory, which is the application's: an eager one would run the handler in here.
+            attempt.task = asyncio.Task(attempt.run(), loop=self.loop, context=self._context.copy())
             self._young.append(attempt)
             if self._young_timer is None:
                 self._young_timer = self.loop.call_later(YOUNG_SECONDS, self._watch_the_young)

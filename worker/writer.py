@@ -8,6 +8,7 @@ lock. What cannot be written yet is postponed, and tried until the fence refuses
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from worker.clock import local_seconds
 from worker.committing import Caution, Finished, blame, completes
 from worker.domain import AlreadyApplied, Backoff, Failed, Succeeded, failure, verdict
 from worker.last_word import LastWord
+from worker.measures import POOL_RIGHTS
 from worker.patience import Patience
 from worker.store import effects, settling
 from worker.store.connection import DATABASE_ERRORS, is_unavailable, safe_text, sqlstate
@@ -43,6 +45,7 @@ class Writer:
         owner: str,
         backoff: Backoff,
         caution: Caution,
+        one_at_a_time: asyncio.Lock,
         batch: int,
         deletes: bool,
         group_seconds: float,
@@ -68,6 +71,7 @@ class Writer:
         self._listening_to: Connection | None = None
         self._uncommitted_pid: int | None = None
         """The server process of a transaction whose COMMIT has not been sent."""
+        self._one_at_a_time = one_at_a_time
         self.caution = caution
         self.largest = batch
         """How many outcomes may share a transaction for now."""
@@ -81,6 +85,7 @@ class Writer:
         culprit: list[Finished] = []  # whose statement was running
         self._uncommitted_pid = None
         settlements: list[Settlement] = []
+        sent_at = local_seconds()
         try:
             async with asyncio.timeout(self._statement_seconds if alone else self._group_seconds) as limit:
                 if completes(members[0].outcome):
@@ -108,17 +113,26 @@ class Writer:
             await self._failed(members, error, culprit)
             return
         self._patience.reset()
+        self._measure(members, sent_at)
         if len(members) >= self.largest < self._batch:
             self.largest = min(self.largest * 2, self._batch)
         if self.caution.is_active:
             self.caution.behaved(_texts(members), len(members))
         # From here on it is history: whatever happens, these are not written again.
         if settlements:
+            POOL_RIGHTS.failed += sum(isinstance(one.outcome, Failed) for one in members)
             missing = await self._tell_settled(connection, members, settlements, settled)
         else:
+            POOL_RIGHTS.completed += len(completed)
             missing = self._tell_completed(members, completed)
+        POOL_RIGHTS.stale_refused += len(missing)
         if missing:
             await self._explain(missing, None)
+
+    def _measure(self, members: Sequence[Finished], sent_at: float) -> None:
+        now = local_seconds()
+        POOL_RIGHTS.commit_seconds.observe(now - sent_at)
+        POOL_RIGHTS.trust_left_seconds.observe(min(one.held.trusted_until for one in members) - now)
 
     def is_cautious_about(self, members: Sequence[Finished]) -> bool:
         """Whether some of their effects failed lately."""
@@ -182,12 +196,15 @@ class Writer:
         self._extend(limit)
         if has_effects:
             to_apply = [one for one in members if one.effects and answer.get(one.held.job[:2]) is False]
-            await self._apply(connection, to_apply, culprit, limit)
-            if not connection.is_in_transaction():
-                raise ConnectionError("an effect has ended the transaction that took the fence")
-            culprit[:] = to_apply if len(members) == 1 else []  # a deferred constraint speaks at COMMIT
-            self._uncommitted_pid = None
-            await connection.execute("COMMIT")
+            # Several effects of a job lock rows in an order of their own: two groups of this process would run into each other.
+            in_turn = any(len(one.effects) > 1 for one in to_apply)
+            async with self._one_at_a_time if in_turn else contextlib.nullcontext():
+                await self._apply(connection, to_apply, culprit, limit)
+                if not connection.is_in_transaction():
+                    raise ConnectionError("an effect has ended the transaction that took the fence")
+                culprit[:] = to_apply if len(members) == 1 else []  # a deferred constraint speaks at COMMIT
+                self._uncommitted_pid = None
+                await connection.execute("COMMIT")
             culprit.clear()
         return answer
 
@@ -211,8 +228,8 @@ class Writer:
         culprit: list[Finished],
         limit: asyncio.Timeout | None,
     ) -> None:
-        """Run the effects. Single ones of the same text in one go, arguments sorted, so that two committers lock shared rows in
-        the same order; several of a job one after the other."""
+        """Run the effects. Single ones of the same text in one go, texts and arguments sorted, so that two committers lock shared
+        rows in the same order; several of a job one after the other."""
         by_text: dict[str, list[tuple[object, ...]]] = {}
         several: list[Finished] = []
         alone = len(members) == 1
@@ -221,8 +238,8 @@ class Writer:
                 by_text.setdefault(one.effects[0].sql, []).append(one.effects[0].arguments)
             else:
                 several.append(one)
-        for text, rows in by_text.items():
-            await effects.apply_many(connection, text, rows)
+        for text in sorted(by_text):
+            await effects.apply_many(connection, text, by_text[text])
         for one in several:
             for effect in one.effects:
                 culprit[:] = [one]

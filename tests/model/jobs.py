@@ -11,6 +11,7 @@ have, at any time. Fences alone keep the promises of this model; what trust is w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -45,6 +46,8 @@ class Bounds:
     cancel: bool = False
     retry: bool = False
     deletion: bool = False
+    late_recovery: bool = False
+    """What gives a lost claim's jobs back may be lost itself, and arrive at any time."""
 
 
 class Process(NamedTuple):
@@ -62,6 +65,15 @@ class Write(NamedTuple):
     owner: str
     key: Key
     verb: Verb
+
+
+class Recovery(NamedTuple):
+    """The statement that gives back what a lost claim took, sent on a connection that was lost then: it may be executed yet."""
+
+    owner: str
+    held: tuple[Key, ...]
+    """By the process, when it was sent."""
+    bound: int
 
 
 class World(NamedTuple):
@@ -83,6 +95,7 @@ class World(NamedTuple):
     """The connection of that transaction lives."""
     stray: Write | None = None
     """Sent on a connection that was lost then: it may be executed yet."""
+    recovery: Recovery | None = None
     picked: Key | None = None
     """What the reaper has found expired, and has not written yet."""
     crash_to_come: bool = False
@@ -129,12 +142,19 @@ def jobs(bounds: Bounds, without: Set[str] = NONE) -> Protocol[World]:
             process = world.process(name)
             faulty = name in bounds.faulty
             yield from _claims(world, name, without, faulty=faulty)
+            if bounds.late_recovery and faulty and world.process(name).lost_claim and world.recovery is None:
+                yield _lose_recovery(world, name, without)
             for key, phase in process.attempts:
                 yield from _attempt(world, name, key, phase, without, faulty=faulty)
         if world.stray is not None:
             yield Step("the lost transaction of " + _what(world.stray) + " ends", world._replace(stray=None))
             if world.open is None:
                 yield _execute(world._replace(stray=None), world.stray, without, heard=False)
+        if world.recovery is not None:
+            yield Step("the lost recovery ends", world._replace(recovery=None))
+            recovered = statements.recover(world.row, *world.recovery)
+            if recovered is not None and world.open is None:
+                yield Step("the lost recovery is executed", world._replace(recovery=None, row=recovered), verb="recover")
         if world.open is not None:
             yield from _end(world, world.open, without, faulty=world.open.owner in bounds.faulty)
 
@@ -184,8 +204,7 @@ def _claims(world: World, name: str, without: Set[str], *, faulty: bool) -> Iter
         cut = process._replace(stray_claim=True, lost_claim=True)
         yield Step(f"{name} loses the connection of its claim", world.with_process(name, cut), fault=True)
     if process.lost_claim and world.open is None:
-        held = frozenset(attempt.key for attempt in process.attempts)
-        recovered = statements.recover(row, name, held)
+        recovered = statements.recover(row, *_recovery(world, name))
         after = world.with_process(name, process._replace(lost_claim=process.stray_claim))
         yield Step(f"{name} gives back what its lost claim took", after._replace(row=recovered or row), verb="recover")
     if name == "a" and world.crash_to_come:
@@ -193,6 +212,18 @@ def _claims(world: World, name: str, without: Set[str], *, faulty: bool) -> Iter
         if world.open is not None and world.open.owner == name:
             gone = gone._replace(heard=False)
         yield Step(f"{name} crashes", gone, fault=True)
+
+
+def _recovery(world: World, name: str) -> Recovery:
+    return Recovery(name, tuple(attempt.key for attempt in world.process(name).attempts), world.fence + 1)
+
+
+def _lose_recovery(world: World, name: str, without: Set[str]) -> Step[World]:
+    recovery = _recovery(world, name)
+    if "recovery's bound" in without:
+        recovery = recovery._replace(bound=sys.maxsize)
+    label = f"{name} asks to give back what its lost claim took, and loses the connection"
+    return Step(label, world._replace(recovery=recovery), fault=True)
 
 
 def _claim(world: World, name: str, without: Set[str], *, heard: bool) -> Step[World] | None:
@@ -296,7 +327,9 @@ def _one_live_lease(before: World, step: Step[World]) -> bool:
     row, after = before.row, step.after.row
     if not row.live or (row.owner, row.fence) == (after.owner, after.fence):
         return True
-    return step.verb == "cancel" or step.by == (row.owner, row.fence) or (step.verb == "recover" and step.after.row.owner is None)
+    if step.verb == "recover" and row.owner is not None:
+        return (row.id, row.fence) not in [attempt.key for attempt in before.process(row.owner).attempts]
+    return step.verb == "cancel" or step.by == (row.owner, row.fence)
 
 
 def _fences_rise(before: World, step: Step[World]) -> bool:
@@ -376,7 +409,7 @@ SIGHTS: dict[str, Promise[World]] = {
 
 def _is_at_rest(world: World) -> bool:
     """The job is terminal, and nobody has anything left to say. Or it could be claimed, had the model more fences."""
-    is_quiet = not (world.open or world.stray) and not any(
+    is_quiet = not (world.open or world.stray or world.recovery) and not any(
         one.attempts or one.stray_claim or one.lost_claim for one in (world.a, world.b)
     )
     row = world.row

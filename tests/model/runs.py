@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tests.model.checker import NOTHING_IS_LOST, Protocol
@@ -9,13 +10,13 @@ from tests.model.jobs import Bounds, jobs
 from tests.model.names import names
 from tests.model.trust import trust
 
-_EVERYTHING = Bounds(fences=3, crash=True, cancel=True, retry=True, deletion=True)
+_OPERATOR = Bounds(fences=3, crash=True, cancel=True, retry=True, deletion=True)
+_EVERYTHING = replace(_OPERATOR, late_recovery=True)
 
 SOUND: dict[str, Protocol[Any]] = {
-    "one faulty process, crash, operator, two claims": jobs(Bounds(fences=2, crash=True, cancel=True, retry=True, deletion=True)),
-    "connections that hold, crash, operator, five claims": jobs(
-        Bounds(fences=5, faulty="", crash=True, cancel=True, retry=True, deletion=True)
-    ),
+    "one faulty process, crash, operator, two claims": jobs(replace(_OPERATOR, fences=2)),
+    "one faulty process, late recovery, two claims": jobs(Bounds(fences=2, late_recovery=True)),
+    "connections that hold, crash, operator, five claims": jobs(replace(_OPERATOR, fences=5, faulty="")),
     "two clocks": trust(),
     "a named lease": names(),
     "a named lease, two clients of one name": names(namesakes=True),
@@ -23,7 +24,8 @@ SOUND: dict[str, Protocol[Any]] = {
 
 DEEP: dict[str, Protocol[Any]] = {
     **SOUND,
-    "one faulty process, crash, operator, three claims": jobs(_EVERYTHING),
+    "one faulty process, crash, operator, three claims": jobs(_OPERATOR),
+    "one faulty process, late recovery, crash, operator, two claims": jobs(replace(_EVERYTHING, fences=2)),
     "two faulty processes, two claims": jobs(Bounds(fences=2, faulty="ab")),
 }
 
@@ -47,6 +49,7 @@ MUTANTS = (
     Mutant("no ledger", jobs(_EVERYTHING, {"ledger"}), "one effect a key", 7),
     Mutant("a lost COMMIT is taken for a failure", jobs(_EVERYTHING, {"look"}), "the last word is true", 5),
     Mutant("zero rows are the last word", jobs(_EVERYTHING, {"second look"}), "the last word is true", 6),
+    Mutant("give back what is not held, however new", jobs(_EVERYTHING, {"recovery's bound"}), "one live lease", 4),
     Mutant("release without a refund", jobs(_EVERYTHING, {"refund"}), "attempts add up", 3),
     Mutant("expired on the last attempt becomes ready", jobs(_EVERYTHING, {"burial"}), "attempts add up", 7),
     Mutant("fences counted in the row", jobs(_EVERYTHING, {"sequence"}), "fences rise", 5),

@@ -1,13 +1,13 @@
 """What each statement does to the row of a job: which row it matches, and what it makes of it.
 
-Pure functions: the row before to the row after, None where the statement does not match. `LIMITS` and `live` stand for what the
-database's clock says. tests/test_model.py runs the real statement on every row that the model reaches and compares. A mutant is
+Pure functions: the row before to the row after, None where the statement does not match. `live` stands for what the database's
+clock says. tests/test_model.py runs the real statement on every row that the model reaches and compares. A mutant is
 a condition left out, by its name in `without`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from typing import Literal, NamedTuple
 
 MAX_ATTEMPTS = 2
@@ -70,9 +70,9 @@ def reap(row: Row, without: Set[str] = NONE) -> Row | None:
     return None
 
 
-def recover(row: Row, owner: str, held: Set[tuple[int, int]]) -> Row | None:
-    """What a claim without an answer has taken: this owner's, and nobody in the process holds it."""
-    if row.state == "running" and row.owner == owner and (row.id, row.fence) not in held:
+def recover(row: Row, owner: str, held: Collection[tuple[int, int]], bound: int) -> Row | None:
+    """What a claim without an answer has taken: this owner's, nobody in the process holds it, and it is older than the question."""
+    if row.state == "running" and row.owner == owner and row.fence < bound and (row.id, row.fence) not in held:
         return row.ended("ready", max(row.attempts - 1, 0))
     return None
 

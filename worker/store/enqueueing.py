@@ -148,6 +148,9 @@ async def _enqueue(
     places: dict[str, int] = {}
     for place, key in enumerate(all_keys):
         places.setdefault(key, place)
+    for place, key in enumerate(all_keys):
+        if places[key] != place:
+            read(place)  # what is not written is checked all the same
     answers: dict[str, Enqueued] = {}
     # Key order, the same for everybody: two callers with common keys wait for each other, but never in a circle. Strings compare
     # here as COLLATE "C" does there.
@@ -166,7 +169,10 @@ async def _enqueue(
                 await asyncio.sleep(0)  # it has been sent
                 chunk = next(chunks, None)
             except BaseException:
+                writing.cancel()
                 await asyncio.wait({writing})
+                if not writing.cancelled():
+                    writing.exception()  # ours is the one to tell
                 raise
             await writing
     if len(places) < len(all_keys):  # one that was here before is a repetition
