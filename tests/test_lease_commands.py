@@ -163,6 +163,11 @@ def test_leases_are_listed_for_people_pipes_and_programs(database_url: str, db: 
         ("acquire", "nightly", "--metadata", "x"),
         ("acquire", "nightly", "--metadata", json.dumps({"x": "y" * 10_000})),
         ("acquire", "nightly", "--holder", "x" * 129),
+        ("acquire", "nightly", "--holder", ""),
+        ("acquire", "nightly", "--request-id", ""),
+        ("renew", "nightly", "--fence", "1", "--holder", ""),
+        ("release", "nightly", "--fence", "1", "--holder", ""),
+        ("run", "nightly", "--holder", "", "--", "true"),
         ("renew", "nightly"),
         ("renew", "nightly", "--fence", "0"),
         ("release", "nightly", "--fence", "x"),
@@ -270,6 +275,20 @@ def test_signals_are_handed_on_to_the_whole_group_and_the_lease_is_held_until_it
     assert process.communicate()[0] == "got TERM\n"
     assert process.returncode == 3
     assert not is_live(db, "nightly")
+
+
+@pytest.mark.parametrize("is_deaf", [False, True], ids=["hears TERM", "is deaf"])
+def test_what_the_command_leaves_behind_is_ended_before_the_lease_is_released(
+    database_url: str, db: Db, runs: Runs, is_deaf: bool
+) -> None:
+    trap = 'trap "" TERM; ' if is_deaf else ""
+    script = f"echo $$ > pid.new; (trap : HUP; {trap}touch waits; while :; do sleep 0.05; done) & until [ -e waits ]; do :; done; "
+    process = runs("nightly", "--ttl", "5", "--", "sh", "-c", script + "mv pid.new pid; exit 3", url=database_url)
+    group = runs.pid()
+    wait_for(lambda: row(db, "nightly").released_at is not None)
+    assert not is_alive(group)
+    assert process.wait(10) == 3
+    assert process.communicate() == ("", "")
 
 
 def test_when_the_lease_is_lost_the_group_is_stopped_and_the_status_is_75(database_url: str, db: Db, runs: Runs) -> None:

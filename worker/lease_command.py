@@ -3,7 +3,8 @@
     trusted_until ──TERM──▶ half of the margin ──KILL──▶ the other half ──▶ the lease can pass on
 
 The command is a process group of its own. Signals that end a program are handed on to it, and its status is ours. It is stopped
-when the lease is lost or no longer trusted; should this process be killed or frozen, its guardian does that.
+when the lease is lost or no longer trusted; should this process be killed or frozen, its guardian does that. What is left of the
+group when the command has exited is ended, too, before the lease is released.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ EX_NOT_FOUND = 127
 _SIGNALLED = 128
 _LOOK_SECONDS = 0.02
 _KILLED_SECONDS = 5.0
+_LEFT_SECONDS = 0.2
+"""So long what the command has left behind may take to end by itself: the reader of its output, say."""
 _WORDS_A_LEASE = 20
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -69,6 +72,7 @@ class LeasedCommand:
                             async with asyncio.TaskGroup() as group:
                                 telling = group.create_task(self._tell_guardian(process.pid, held), name="tell the guardian")
                                 status = await process.wait()
+                                await self._end_what_is_left(process)
                                 telling.cancel()
                     except asyncio.CancelledError:
                         await self._stop(process)
@@ -105,12 +109,22 @@ class LeasedCommand:
         kill_at = local_seconds() + self._kill_after_seconds
         for number in (signal.SIGTERM, signal.SIGCONT):  # what is stopped hears nothing else
             signal_group(process.pid, number)
-        while is_alive(process.pid) and local_seconds() < kill_at:  # noqa: ASYNC110  (the kernel sets no event)
-            await asyncio.sleep(min(_LOOK_SECONDS, self._kill_after_seconds / 4))
+        await self._await_end(process.pid, kill_at)
         signal_group(process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILLED_SECONDS):
                 await process.wait()
+
+    async def _end_what_is_left(self, process: asyncio.subprocess.Process) -> None:
+        """The command has exited: so does its group, while the lease is held. In the same bounded time as when it is lost."""
+        await self._await_end(process.pid, local_seconds() + min(_LEFT_SECONDS, self._kill_after_seconds))
+        if is_alive(process.pid):
+            await self._stop(process)
+            await self._await_end(process.pid, local_seconds() + self._kill_after_seconds)
+
+    async def _await_end(self, group: int, until: float) -> None:
+        while is_alive(group) and local_seconds() < until:  # noqa: ASYNC110  (the kernel sets no event)
+            await asyncio.sleep(min(_LOOK_SECONDS, self._kill_after_seconds / 4))
 
     @contextlib.contextmanager
     def _handled_signals(self) -> Iterator[None]:

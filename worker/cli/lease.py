@@ -36,8 +36,18 @@ EX_LOST = 75
 LIST_COLUMNS = ("id", "resource", "state", "holder", "fence", "expires_in_ms", "ttl_seconds", "created_at", "renewed_at")
 _MOST = 2**63 - 1
 
+
+def _not_empty(text: str | None) -> str | None:
+    """As an unset variable of a shell gives it: meant for somebody, and not for everybody's default."""
+    if text == "":
+        raise typer.BadParameter("it is empty")
+    return text
+
+
 Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="The resource: 1 to 512 bytes.")]
-Holder = Annotated[str | None, typer.Option("--holder", help="Who holds it; WORKER_NAME by default.", show_default=False)]
+Holder = Annotated[
+    str | None, typer.Option("--holder", help="Who holds it; WORKER_NAME by default.", show_default=False, callback=_not_empty)
+]
 Fence = Annotated[int, typer.Option("--fence", min=1, max=_MOST, help="The fence it was acquired with.", show_default=False)]
 Ttl = Annotated[float, typer.Option("--ttl", metavar="SECONDS", help="Its length: 1 s to 24 h.")]
 
@@ -55,7 +65,8 @@ def acquire(
     holder: Holder = None,
     ttl: Ttl = DEFAULT_TTL_SECONDS,
     request_id: Annotated[
-        str | None, typer.Option("--request-id", help="Asked again with the same id: the same lease.", show_default=False)
+        str | None,
+        typer.Option("--request-id", help="Asked again with the same id: the same lease.", show_default=False, callback=_not_empty),
     ] = None,
     metadata: Annotated[str, typer.Option(help="A JSON object to keep with it.")] = "{}",
     json: Json = False,
@@ -167,7 +178,10 @@ def run(
     wait: Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Wait so long for it, if it is held.")] = 0.0,
     ttl: Ttl = DEFAULT_TTL_SECONDS,
     holder: Annotated[
-        str | None, typer.Option("--holder", help="Who holds it; WORKER_NAME and random digits by default.", show_default=False)
+        str | None,
+        typer.Option(
+            "--holder", help="Who holds it; WORKER_NAME and random digits by default.", show_default=False, callback=_not_empty
+        ),
     ] = None,
     embedded: Embedded = False,
     data_dir: DataDir = None,
@@ -175,8 +189,9 @@ def run(
     """Run a command only while the lease is held, with WORKER_LEASE_FENCE in its environment.
 
     The lease is renewed for as long as the command runs. When it is lost the command's process group is stopped, TERM first, KILL
-    before the lease can pass on. Exits with the command's status (128 + n for signal n, 126 or 127 when it cannot be started);
-    73 when the lease was not to be had, 75 when it was lost.
+    before the lease can pass on; what the command leaves of its group when it exits is stopped as well, and then the lease is
+    released. Exits with the command's status (128 + n for signal n, 126 or 127 when it cannot be started); 73 when the lease was
+    not to be had, 75 when it was lost.
     """
     from worker.guardian import Guardian
 
