@@ -25,10 +25,12 @@ app = typer.Typer(no_args_is_help=True, help="Produce jobs at a steady rate, fro
 Rate = Annotated[float | None, typer.Option(metavar="JOBS", help="Jobs a second; at first 1.", show_default=False)]
 Every = Annotated[float | None, typer.Option(metavar="SECONDS", help="One job so often, instead of --rate.", show_default=False)]
 Min = Annotated[
-    float | None, typer.Option("--min", metavar="SECONDS", help="Shortest pause of a sleep job; at first 1.", show_default=False)
+    float | None,
+    typer.Option("--min", metavar="SECONDS", help="Sleep jobs, with this shortest pause; at first 1.", show_default=False),
 ]
 Max = Annotated[
-    float | None, typer.Option("--max", metavar="SECONDS", help="Longest pause of a sleep job; at first 10.", show_default=False)
+    float | None,
+    typer.Option("--max", metavar="SECONDS", help="Sleep jobs, with this longest pause; at first 10.", show_default=False),
 ]
 KindName = Annotated[
     str | None, typer.Option("--kind", metavar="KIND", help="Produce jobs of this kind, not sleep jobs.", show_default=False)
