@@ -18,11 +18,13 @@ import httpx
 import psycopg
 import pytest
 
-from tests.processes import wait_for
+from tests.processes import await_for, wait_for
 from tests.serving import TOKEN, Served
 from worker.api.claims import Claims
 from worker.api.coalescing import QUEUE, Coalescer, Waiting
+from worker.api.outcomes import FINISH_SETTINGS, Outcomes
 from worker.api.problems import Problem
+from worker.domain import Backoff
 from worker.store import tasks
 from worker.store.claiming import CLAIM_SETTINGS
 from worker.store.connection import Database, Lane
@@ -293,6 +295,33 @@ async def test_tasks_of_a_lost_answer_are_found_by_their_requests(database_url: 
     finally:
         loop.cancel()
         await lane.close(1)
+
+
+async def test_a_task_that_cannot_be_given_back_at_once_is_given_back_later(database_url: str) -> None:
+    """The first tries meet a lock for longer than they wait for one."""
+    database = Database(database_url, environ={})
+    claiming, finishing = (
+        Lane(database, tasks.CLAIM_ROLE, settings=CLAIM_SETTINGS),
+        Lane(database, tasks.FINISH_ROLE, settings=FINISH_SETTINGS),
+    )
+    outcomes = Outcomes(database, finishing, backoff=Backoff(1, 1), statement_seconds=2, limit_seconds=5)
+    claims = Claims(database, claiming, claim_timeout_seconds=2, limit_seconds=5, give_back=outcomes.give_back)
+    loops = [asyncio.create_task(one.run()) for one in (claims, outcomes)]
+    try:
+        with psycopg.connect(database_url, autocommit=True) as db:
+            db.execute("INSERT INTO jobs (payload) VALUES ('1')")
+            grant = await claims.next(processor="p", queue="default", kinds=None, lease_seconds=60, request_id=None)
+            assert grant is not None
+            with db.transaction():
+                db.execute("SELECT FROM jobs FOR UPDATE")
+                grant.refuse()
+                await asyncio.sleep(0.6)
+            await await_for(lambda: db.execute("SELECT state, attempts FROM jobs").fetchone() == ("ready", 0), 10)
+    finally:
+        for loop in loops:
+            loop.cancel()
+        for lane in (claiming, finishing):
+            await lane.close(1)
 
 
 # --- suspects

@@ -74,6 +74,8 @@ async def test_a_wrong_token_is_a_matter_of_configuration(served: Served) -> Non
     for url in ("localhost:8080", "ftp://x", ""):
         with pytest.raises(ConfigError):
             TaskClient(url)
+    with pytest.raises(ConfigError, match="processor"):
+        TaskClient(served.url, processor="")
 
 
 async def test_a_lost_answer_to_a_claim_is_asked_for_again_and_the_same_task_comes(served: Served, queue: str) -> None:
@@ -110,6 +112,45 @@ async def test_a_handlers_result_is_the_output_and_its_error_a_failed_attempt(se
         assert await tasks.run_one(handler, queue=queue) is None
     assert served.job(good).result == {"length": 3}
     assert (served.job(bad).state, served.job(bad).last_error) == ("dead", "RuntimeError: no such page")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("a\x00b"), ValueError("a\ud800b"), Unprintable(), SystemExit(3), KeyboardInterrupt()],
+    ids=["nul", "surrogate", "unprintable", "exit", "interrupt"],
+)
+async def test_whatever_a_handler_raises_is_that_tasks_failure_and_nothing_more(
+    served: Served, queue: str, error: BaseException
+) -> None:
+    async def handler(task: RemoteTask) -> object:
+        if task.payload == "bad":
+            raise error
+
+    bad, good = served.add(queue=queue, payload="bad", max_attempts=1), served.add(queue=queue)
+    async with client(served) as tasks:
+        run = asyncio.create_task(tasks.run(handler, queue=queue))
+        await await_for(lambda: served.job(good).state == "succeeded")
+        run.cancel()
+        await asyncio.wait({run})
+    assert (served.job(bad).state, type(error).__name__ in served.job(bad).last_error) == ("dead", True)
+
+
+async def test_what_waiting_cannot_mend_ends_the_run(served: Served, queue: str) -> None:
+    async def handler(task: RemoteTask) -> None: ...
+
+    async with TaskClient(served.url, bearer="not-a-token-of-tests") as tasks:
+        with pytest.raises(ConfigError, match="not accepted"):
+            await tasks.run(handler, concurrency=2)
+    async with client(served) as tasks:
+        with pytest.raises(ValueError, match="lease_seconds"):
+            await tasks.run(handler, queue=queue, lease_seconds=0, concurrency=2)
+        with pytest.raises(ValueError, match="concurrency"):
+            await tasks.run(handler, queue=queue, concurrency=0)
 
 
 @pytest.mark.parametrize("output", [float("nan"), "\x00", {1, 2}, "x" * 1_100_000], ids=["nan", "nul", "set", "large"])

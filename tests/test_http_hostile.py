@@ -124,7 +124,7 @@ def test_neither_token_nor_payload_nor_query_is_in_the_log(served: Served, queue
         ("PUT", "/api/leases", "GET, POST"),
         ("POST", "/api/leases/5", "DELETE, GET"),
         ("GET", "/api/leases/renew", "PUT"),
-        ("PATCH", "/healthz", "GET"),
+        ("PATCH", "/healthz", "GET, HEAD"),
     ],
 )
 def test_a_wrong_method_names_the_right_ones(served: Served, method: str, path: str, allowed: str) -> None:
@@ -138,6 +138,13 @@ def test_a_wrong_method_names_the_right_ones(served: Served, method: str, path: 
 )
 def test_an_unknown_route_is_404_in_the_one_shape(served: Served, path: str) -> None:
     assert error_of(served.http.get(path)) == (404, "not_found")
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_probes_may_ask_for_the_head_only(stranger: httpx.Client, path: str) -> None:
+    answer = stranger.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert stranger.get(path).status_code == 200
 
 
 # --- bodies
@@ -177,6 +184,15 @@ def test_a_refusal_names_the_place_and_never_the_value(served: Served) -> None:
     assert "lease_seconds" in answer.json()["message"]
 
 
+def test_an_integer_of_more_digits_than_are_read_is_said_in_our_words(served: Served, queue: str) -> None:
+    body = '{"payload": %s, "queue": "' + queue + '"}'
+    answer = served.http.post("/api/tasks", content=body % ("9" * 4_301), headers=JSON)
+    assert error_of(answer) == (422, "invalid")
+    assert answer.json()["message"] == "an integer in the body has more than 4,300 digits"
+    answer = served.http.post("/api/tasks", content=body % ("9" * 4_300), headers=JSON)
+    assert (answer.status_code, "9" * 4_300 in answer.text) == (201, True)
+
+
 def test_a_10_mb_body_is_413_whether_it_is_announced_or_streamed(served: Served) -> None:
     body = b'{"payload": "' + b"x" * 10_000_000 + b'"}'
     assert error_of(served.http.post("/api/tasks", content=body, headers=JSON)) == (413, "too_large")
@@ -198,6 +214,12 @@ def test_a_body_too_large_to_be_read_at_all_is_413_before_it_is_sent(served: Ser
         answer = read_all(one)
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b"100 Continue" not in answer
+    chunk = b"%x\r\n" % 16_000_000
+    for told in (("Content-Length: 3000000", b""), ("Transfer-Encoding: chunked", chunk + b"x" * (BODY_BYTES + 1))):
+        with connection(served) as one:
+            one.settimeout(BODY_SECONDS / 2)
+            one.sendall(head("POST", "/api/tasks", "Content-Type: application/json", told[0]) + told[1])
+            assert one.recv(65_536).startswith(b"HTTP/1.1 413 ")  # and nothing more has been sent
 
 
 def test_a_body_of_exactly_the_limit_is_read(served: Served) -> None:

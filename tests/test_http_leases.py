@@ -227,6 +227,8 @@ def test_the_generator_is_started_and_stopped_and_any_instance_says_the_same(
     assert one.http.get("/api/generator").json()["state"] == "STOPPED"
     for path in ("/api/generator/start", "/api/generator/stop"):
         assert error_of(one.http.get(path)) == (405, "method_not_allowed")
+        assert error_of(one.http.post(path, json={"rate": 5})) == (422, "invalid")
+    assert one.http.get("/api/generator").json()["state"] == "STOPPED"
 
 
 # --- Leases(url=…)

@@ -175,9 +175,15 @@ def test_the_settings_of_tokens_are_settings() -> None:
 
 def test_a_port_that_is_taken_and_an_address_of_nobody_are_said(database_url: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = run_serve(tmp_path, "--port", str(taken.getsockname()[1]), DATABASE_URL=database_url)
-    assert done.returncode == 1
-    assert "cannot listen" in done.stdout
+        port = str(taken.getsockname()[1])
+        alone = run_serve(tmp_path, "--port", port, DATABASE_URL=database_url)
+        beside = worker("run", "--serve", f"127.0.0.1:{port}", directory=tmp_path, DATABASE_URL=database_url)
+    for done in (alone, beside):
+        assert done.returncode == 78
+        assert f"--host 127.0.0.1 --port {port}: cannot listen there" in done.stdout
+        assert "config_invalid" in done.stdout
+        assert "Traceback" not in done.stdout + done.stderr
+        assert "internal_error" not in done.stdout
     done = run_serve(tmp_path, "--host", "no.such.host.invalid", "--port", "0", DATABASE_URL=database_url, WORKER_HTTP_TOKENS=TOKEN)
     assert done.returncode == 78
     assert "no.such.host.invalid" in done.stdout

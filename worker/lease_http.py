@@ -81,7 +81,7 @@ class HttpTransport:
                     trouble.append(error)
 
         async with asyncio.TaskGroup() as group:
-            for one in held:
+            for one in sorted(held, key=lambda one: one.trusted_until):  # should the time not suffice for all
                 group.create_task(renew(one), name=f"renew {one.resource}")
         if trouble and not renewed and not lost:
             raise ConnectionError(str(trouble[0]))

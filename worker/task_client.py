@@ -96,7 +96,7 @@ class TaskClient:
     """One remote worker. Use it with `async with`.
 
     `processor` names it; two that share a name can end each other's tasks only with the other's fence. By default it is the host's
-    name, the process id and random digits. Raises ConfigError for an address or a token that cannot be right.
+    name, the process id and random digits. Raises ConfigError for an address, a token or a name that cannot be right.
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class TaskClient:
         timeout_seconds: float = 10.0,
         connections: int = 16,
     ) -> None:
+        if processor == "":
+            raise ConfigError("processor: the name is empty")
         self.processor = processor or f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
         self._calls = HttpCalls(url, bearer=bearer, timeout_seconds=timeout_seconds, connections=connections)
 
@@ -227,7 +229,12 @@ class TaskClient:
         concurrency: int = 1,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
-        """Claim and run until cancelled; what runs then is cancelled and given back. Waits out an absent server."""
+        """Claim and run until cancelled; what runs then is cancelled and given back. Waits out an absent server.
+
+        Raises ConfigError and ValueError for what waiting cannot mend, once everything has been given back.
+        """
+        if concurrency < 1:
+            raise ValueError(f"concurrency: {concurrency} is not 1 or more")
 
         async def lane() -> None:
             failures = 0
@@ -243,9 +250,12 @@ class TaskClient:
                     if ended is None:
                         await asyncio.sleep(idle_seconds)
 
-        async with asyncio.TaskGroup() as group:
-            for number in range(concurrency):
-                group.create_task(lane(), name=f"remote worker {number}")
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(concurrency):
+                    group.create_task(lane(), name=f"remote worker {number}")
+        except ExceptionGroup as refused:
+            raise refused.exceptions[0] from None  # the lanes' are alike
 
     async def run_one(
         self, handler: Handler, *, queue: str = "default", kinds: Sequence[str] | None = None, lease_seconds: float = LEASE_SECONDS
@@ -332,7 +342,10 @@ class TaskClient:
 
 
 async def _run(handler: Handler, task: RemoteTask) -> object:
-    output = await handler(task)
+    try:
+        output = await handler(task)
+    except (SystemExit, KeyboardInterrupt) as error:  # that task's failure: it would end the loop and all others
+        raise RuntimeError(f"the handler raised {type(error).__name__}: {describe(error)}") from error
     encode_json(output, "output")  # here, where a failure is the handler's own
     return output
 

@@ -81,11 +81,6 @@ class Coalescer(Generic[W, A]):
         except TimeoutError:
             raise overloaded() from None
 
-    def tell(self, wish: W) -> None:
-        """The same for whom no answer matters."""
-        if self._waiting < QUEUE:
-            self._put(wish).add_done_callback(lambda future: future.cancelled() or future.exception())
-
     def _put(self, wish: W) -> asyncio.Future[A]:
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._groups.setdefault(self._group_of(wish), deque()).append(Waiting(wish, future))

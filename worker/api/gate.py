@@ -7,6 +7,7 @@ connection to the database.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
@@ -25,7 +26,9 @@ Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 BODY_BYTES = 2 * 1024 * 1024
 """A payload of 1 MiB fits, with every character escaped twice over."""
 DISCARDED_BYTES = 16 * 1024 * 1024
-"""So much of a body that is too large is read all the same, so that its sender hears the answer."""
+"""So much of a body that is too large is read after the answer: closed with unread bytes, a connection may take that with it."""
+SILENT_SECONDS = 1.0
+"""So long such a body may pause."""
 BODY_SECONDS = 10.0
 BUFFERED_BYTES = 64 * 1024 * 1024
 """Of all bodies together."""
@@ -59,6 +62,10 @@ class Gate:
             self._check(scope)
             await self._read(scope, receive, body)
             await self._app(scope, _replay(b"".join(body), receive), answer)
+        except _TooLarge as problem:
+            await answer.send_problem(problem, is_all=False)
+            await _discard(scope, receive)
+            await answer.end()
         except Problem as problem:
             await answer.send_problem(problem)
         except _Gone:
@@ -92,8 +99,8 @@ class Gate:
         if length is None and b"transfer-encoding" not in headers:
             return
         announced = int(length) if length is not None and length.isdigit() else 0
-        if announced > BODY_BYTES and (announced > DISCARDED_BYTES or headers.get(b"expect", b"").lower() == b"100-continue"):
-            raise _too_large()
+        if announced > BODY_BYTES:
+            raise _TooLarge
         size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -105,27 +112,42 @@ class Gate:
                     piece = message.get("body", b"")
                     size += len(piece)
                     more = message.get("more_body", False)
-                    if size > DISCARDED_BYTES:
-                        raise _too_large()
-                    if size <= BODY_BYTES and announced <= BODY_BYTES:
-                        if self._buffered_bytes + len(piece) > BUFFERED_BYTES:
-                            raise overloaded()
-                        body.append(piece)
-                        self._buffered_bytes += len(piece)
+                    if size > BODY_BYTES:
+                        raise _TooLarge
+                    if self._buffered_bytes + len(piece) > BUFFERED_BYTES:
+                        raise overloaded()
+                    body.append(piece)
+                    self._buffered_bytes += len(piece)
         except TimeoutError:
             raise Problem(
                 408, "timeout", f"the body did not come within {BODY_SECONDS:g} s", headers={"Connection": "close"}
             ) from None
-        if size > BODY_BYTES:
-            raise _too_large()
 
 
 class _Gone(Exception):
     """The client has left before its request was whole."""
 
 
-def _too_large() -> Problem:
-    return Problem(413, "too_large", f"at most {BODY_BYTES:,} bytes are taken", headers={"Connection": "close"})
+class _TooLarge(Problem):
+    """The body, whatever of it has come."""
+
+    def __init__(self) -> None:
+        super().__init__(413, "too_large", f"at most {BODY_BYTES:,} bytes are taken", headers={"Connection": "close"})
+
+
+async def _discard(scope: Scope, receive: Receive) -> None:
+    """Read what is still on its way, within limits; the connection's own limit is above them."""
+    if dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue":
+        return  # asking for it would tell the client to send it
+    left = DISCARDED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as limit:
+            while left > 0:
+                limit.reschedule(asyncio.get_running_loop().time() + SILENT_SECONDS)
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -155,12 +177,16 @@ class _Answer:
             message["headers"] = [*message.get("headers", ()), _NO_STORE, _NO_SNIFF]
         await self._send(message)
 
-    async def send_problem(self, problem: Problem) -> None:
+    async def send_problem(self, problem: Problem, *, is_all: bool = True) -> None:
+        """Not `is_all`: it is on its way, but the connection stays until `end`."""
         body = problem.body()
         headers = [(name.lower().encode(), value.encode()) for name, value in (problem.headers or {}).items()]
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self({"type": "http.response.start", "status": problem.status_code, "headers": headers})
-        await self({"type": "http.response.body", "body": body})
+        await self({"type": "http.response.body", "body": body, "more_body": not is_all})
+
+    async def end(self) -> None:
+        await self({"type": "http.response.body"})
 
 
 def _route(scope: Scope) -> str | None:

@@ -18,6 +18,7 @@ from worker.store.leases import Lease, Which
 
 M = TypeVar("M", bound=BaseModel)
 
+_UNSEEN_MS = 100
 _NOT_HELD: Answers = {404: {"model": models.Error, "description": "no such live lease of this holder and fence"}}
 _HELD: Answers = {
     409: {"model": models.HeldError, "description": "`held` by somebody else, or `ended`: this request's lease is over"}
@@ -75,7 +76,9 @@ def add_lease_routes(app: FastAPI, api: Api) -> None:
                 raise invalid(str(error)) from None
         match answer:
             case leases.Held():
-                more = {"holder": answer.holder, "retry_after_ms": answer.retry_after_ms}
+                # Whose acquisition is not committed has no name and no time yet: asked again at once, it would be the same.
+                retry_after_ms = _UNSEEN_MS if answer.holder is None else answer.retry_after_ms
+                more = {"holder": answer.holder, "retry_after_ms": retry_after_ms}
                 raise Problem(409, "held", "somebody else holds it", more=more)
             case leases.Ended():
                 more = {"holder": body.holder, "retry_after_ms": 0, "id": answer.id, "fence": answer.fence}

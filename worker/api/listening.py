@@ -21,12 +21,12 @@ from worker.errors import ConfigError
 
 BACKLOG = 1_024
 _NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
-_NEVER = {errno.EACCES, errno.EPERM, *_NOT_HERE}
+_NOT_OURS = {errno.EACCES, errno.EPERM, errno.EADDRINUSE, *_NOT_HERE}
 
 
 def bind(host: str, port: int, tokens: Tokens) -> list[socket.socket]:
-    """A socket for each address of the host; port 0 finds one that is free. Raises ConfigError for what can never work, OSError for
-    a port that is taken."""
+    """A socket for each address of the host; port 0 finds one that is free. Raises ConfigError for an address that cannot be
+    had, a port that is taken among them, OSError for want of means."""
     found = addresses_of(host, port)
     require_tokens(host, [address for _, address in found], tokens)
     bound: list[socket.socket] = []
@@ -52,7 +52,7 @@ def bind(host: str, port: int, tokens: Tokens) -> list[socket.socket]:
     if refused is not None and (not bound or refused.errno not in _NOT_HERE):
         for one in bound:
             one.close()
-        if refused.errno in _NEVER:
+        if refused.errno in _NOT_OURS:
             raise ConfigError(f"--host {host} --port {port}: cannot listen there: {refused.strerror}")
         raise OSError(refused.errno, f"cannot listen on {host}, port {port}: {refused.strerror}")
     return bound

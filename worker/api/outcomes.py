@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from worker import events, logs
 from worker.api.coalescing import Coalescer, Waiting
 from worker.api.judging import Verb, judge
-from worker.api.problems import of_database
+from worker.api.problems import Problem, of_database
 from worker.clock import local_seconds
 from worker.domain import Backoff, Failed, Released, Succeeded, verdict
 from worker.measures import REMOTE
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MOST = 64
 FINISH_SETTINGS = {"plan_cache_mode": "force_generic_plan", "lock_timeout": "200ms"}
 """Whoever keeps a row locked holds up the others of its group for no longer than this."""
+MOST_RETURNING = 1_000
+_RETURN_PAUSES = Backoff(base_seconds=0.2, max_seconds=5.0)
 
 
 class Ending(NamedTuple):
@@ -64,14 +66,34 @@ class Outcomes:
             bytes_of=lambda ending: len(ending.outcome.result or "") if isinstance(ending.outcome, Succeeded) else 0,
         )
         self.run: Callable[[], Coroutine[object, object, None]] = self._coalescer.run
+        self._returning: set[asyncio.Task[None]] = set()
 
     async def end(self, ending: Ending) -> Task:
         """The task after the attempt has ended so. Raises Problem when it has not."""
         return await self._coalescer.ask(ending)
 
     def give_back(self, task: Task, owner: str) -> None:
-        """Nobody was there to take this task: release it."""
-        self._coalescer.tell(Ending("release", task.id, task.fence, owner, Released(reason="claim_lost")))
+        """Nobody was there to take this task: release it, at the next chance or a later one."""
+        if len(self._returning) < MOST_RETURNING:
+            ending = Ending("release", task.id, task.fence, owner, Released(reason="claim_lost"))
+            returning = asyncio.create_task(self._return(ending, (task.expires_in_ms or 0) / 1000), name="give back")
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+
+    async def _return(self, ending: Ending, lease_seconds: float) -> None:
+        """Until it is told, or the lease is over: then the reaper takes the task back."""
+        until = local_seconds() + lease_seconds
+        failures = 0
+        while True:
+            try:
+                await self.end(ending)
+                return
+            except Problem as problem:
+                failures += 1
+                pause_seconds = _RETURN_PAUSES.delay_seconds(failures, random.uniform(0.5, 1))
+                if problem.status_code != 503 or local_seconds() + pause_seconds >= until:
+                    return
+            await asyncio.sleep(pause_seconds)
 
     async def _write_all(self, members: Sequence[Member]) -> None:
         """Write these; a group that is refused is halved until the one at fault is alone. Raises when the database is away."""

@@ -55,6 +55,9 @@ def add_status_routes(app: FastAPI, api: Api) -> None:
             raise Problem(503, "not_ready", why, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
         return json_response({"status": "ready"})
 
+    for path, route in (("/healthz", healthz), ("/readyz", readyz)):
+        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)  # some probes ask so; no body is sent
+
     @app.get("/metrics", tags=["status"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def show_metrics() -> Response:
         return Response(await metrics.render(), headers={"Content-Type": CONTENT_TYPE})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, get_type_hints
 
@@ -80,6 +81,8 @@ def _decoded(body: bytes) -> object:
     try:
         return decode_json(body)
     except ValueError as error:
+        if str(error).startswith("Exceeds the limit"):  # Python's words are about Python
+            raise invalid(f"an integer in the body has more than {sys.get_int_max_str_digits():,} digits") from None
         # What Python says of text that is no JSON holds positions, not the text.
         raise invalid(f"the body is not JSON: {error}") from None
 
