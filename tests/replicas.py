@@ -84,10 +84,16 @@ class Node:
         shutil.rmtree(pgdata, ignore_errors=True)
         self._account.own(self.data_dir)
         source = make_conninfo(host=other.socket_dir, port=PORT, user="postgres", application_name=STANDBY_NAME)
+        # Not -R: it writes down all options that its own libpq knows, and the server may find an older one.
         program = programs_for(self._account) / "pg_basebackup"
-        arguments = ("-D", pgdata, "-d", source, "-R", "-c", "fast", "-X", "stream")
+        arguments = ("-D", pgdata, "-d", source, "-c", "fast", "-X", "stream")
         status, output = self._account.run(program, *arguments, timeout_seconds=COPY_SECONDS)
         assert status == 0, output
+        signal_file = pgdata / "standby.signal"
+        signal_file.touch()
+        self._account.own(signal_file)
+        with (pgdata / "postgresql.auto.conf").open("a") as conf:
+            conf.write(f"primary_conninfo = '{source}'\n")
 
     def connect(self) -> psycopg.Connection[Any]:
         # local: a look of ours waits for no standby.

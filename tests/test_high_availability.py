@@ -173,15 +173,26 @@ def test_a_primary_that_turns_read_only_is_left_with_its_connections_open(pair: 
     assert place.wait_for_notes("start", "woken")[0].at_seconds - added < 1
 
 
+def add_for_later(place: Workplace, jobs: int) -> list[int]:
+    """So that both servers know them before they are due; to make them due then needs no NOTIFY, which would wait for others'."""
+    rows = place.ask(
+        "INSERT INTO jobs (kind, payload, available_at) SELECT 'nap', '{}', now() + interval '1 hour'"
+        " FROM generate_series(1, %s) RETURNING id",
+        jobs,
+    )
+    return [row.id for row in rows]
+
+
 def test_while_the_standby_is_away_everybody_waits(pair: Pair, place: Workplace) -> None:
     pair.synchronous()
     processes = [place.daemon() for _ in range(2)]
+    add_for_later(place, 500)
     with Client(pair.url) as client:
         client.goes_on()
         pair.standby.stop()
         in_trouble(*processes)
         # Unanswered claims keep their sessions. With much to claim and nobody to stop them they would take every connection.
-        place.add_many(500, "nap")
+        place.db.execute("UPDATE jobs SET available_at = now() WHERE available_at > now()")
         unanswered = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name ~ ' claim$'"
         wait_for(lambda: place.value(unanswered) > len(processes), 15)
         said, told = [len(process.find("job_succeeded")) for process in processes], len(client.acknowledged)
@@ -203,11 +214,7 @@ def test_after_an_asynchronous_failover_the_recipe_lets_no_fence_be_drawn_twice(
     """Claims and completions are lost with the primary. What they stood for is done again, under fences above all seen."""
     processes = [place.daemon() for _ in range(2)]
     # Known to both servers, due later.
-    rows = place.ask(
-        "INSERT INTO jobs (kind, payload, available_at) SELECT 'nap', '{}', now() + interval '1 hour' FROM generate_series(1, 101)"
-        " RETURNING id"
-    )
-    long, *ids = (row.id for row in rows)
+    long, *ids = add_for_later(place, 101)
     place.db.execute("UPDATE jobs SET payload = %s, idempotency_key = 'long' WHERE id = %s", ['{"seconds": 60}', long])
     lsn = pair.primary.value("SELECT pg_current_wal_lsn()::text")
     wait_for(lambda: pair.standby.value("SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn", lsn))
