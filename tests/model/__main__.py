@@ -16,15 +16,15 @@ def main() -> int:
         found = explore(protocol)
         print(f"{name}: {found.states:,} states, {found.steps:,} steps, {found.seconds:.1f} s")
         if found.breach is not None:
-            print(f"  BROKEN: {found.breach.promise}", *found.breach.trace, sep="\n    ")
+            print(f"BROKEN: {found.breach.promise}", *found.breach.trace, sep="\n    ")
             status = 1
     for mutant in MUTANTS:
         found = explore(mutant.protocol)
-        print(f"{mutant.name} → {found.breach.promise if found.breach else 'NOT FOUND'}")
         if found.breach is None:
+            print(f"{mutant.name} → NOT FOUND")
             status = 1
         else:
-            print(*found.breach.trace, sep="\n    ")
+            print(f"{mutant.name} → {found.breach.promise}", *found.breach.trace, sep="\n    ")
     return status
 
 

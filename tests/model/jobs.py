@@ -13,115 +13,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from tests.model import statements
-from tests.model.checker import Promise, Protocol, Step
-from tests.model.statements import MAX_ATTEMPTS, NONE, Row, Verb
-
-Key = tuple[int, int]
-"""(id, fence)"""
-
-VERBS: tuple[Verb, ...] = ("complete", "retry", "give_back")
-TERMINAL = ("succeeded", "dead", "cancelled")
-
-Phase = Literal["works", "sent", "finished", "unsure"]
-"""Its handler runs · its transaction is open · its outcome is to be sent (again) · nobody knows what became of it."""
-
-
-class Attempt(NamedTuple):
-    key: Key
-    phase: Phase
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """How far the model goes. The processes in `faulty` lose connections and hold two attempts of the job at once; what the others
-    say always arrives."""
-
-    fences: int = 3
-    faulty: str = "a"
-    crash: bool = False
-    cancel: bool = False
-    retry: bool = False
-    deletion: bool = False
-    late_recovery: bool = False
-    """What gives a lost claim's jobs back may be lost itself, and arrive at any time."""
-
-
-class Process(NamedTuple):
-    up: bool = True
-    attempts: tuple[Attempt, ...] = ()
-    stray_claim: bool = False
-    """On the server, on a connection that the process has lost: it has found the job ready, and may write yet."""
-    lost_claim: bool = False
-    """A claim had no answer."""
-
-
-class Write(NamedTuple):
-    """The end of an attempt, on the server."""
-
-    owner: str
-    key: Key
-    verb: Verb
-
-
-class Recovery(NamedTuple):
-    """The statement that gives back what a lost claim took, sent on a connection that was lost then: it may be executed yet."""
-
-    owner: str
-    held: tuple[Key, ...]
-    """By the process, when it was sent."""
-    bound: int
-
-
-class World(NamedTuple):
-    row: Row = Row(1)
-    ledger: Key | None = None
-    effects: tuple[Key, ...] = ()
-    completed: tuple[Key, ...] = ()
-    given_up: Key | None = None
-    """An attempt of which its process has said that it came to nothing, while a transaction of it may commit yet."""
-    fence: int = 0
-    """The sequence."""
-    left: int = 3
-    """So many claims the model goes on for."""
-    a: Process = Process()
-    b: Process = Process()
-    open: Write | None = None
-    """A transaction that has written and holds the row's lock."""
-    heard: bool = True
-    """The connection of that transaction lives."""
-    stray: Write | None = None
-    """Sent on a connection that was lost then: it may be executed yet."""
-    recovery: Recovery | None = None
-    picked: Key | None = None
-    """What the reaper has found expired, and has not written yet."""
-    crash_to_come: bool = False
-    cancel_to_come: bool = False
-    retry_to_come: bool = False
-    deletion_to_come: bool = False
-
-    def process(self, name: str) -> Process:
-        return self.a if name == "a" else self.b
-
-    def with_process(self, name: str, process: Process) -> World:
-        return self._replace(a=process) if name == "a" else self._replace(b=process)
-
-    def with_attempt(self, name: str, key: Key, phase: Phase | None) -> World:
-        """`phase` None: the process has done with it."""
-        process = self.process(name)
-        kept = [one for one in process.attempts if one.key != key]
-        if phase is not None:
-            kept.append(Attempt(key, phase))
-        return self.with_process(name, process._replace(attempts=tuple(sorted(kept))))
-
-    def giving_up(self, name: str, key: Key) -> World:
-        """The process says that this attempt came to nothing."""
-        may_commit = any(one is not None and one.key == key for one in (self.open, self.stray))
-        after = self.with_attempt(name, key, None)
-        return after._replace(given_up=key) if may_commit or key in self.completed else after
+from tests.model.checker import Protocol, Step
+from tests.model.job_promises import PROMISES, SIGHTS, is_at_rest
+from tests.model.statements import MAX_ATTEMPTS, NONE, Row
+from tests.model.world import VERBS, Attempt, Bounds, Key, Phase, Process, Recovery, World, Write
 
 
 def jobs(bounds: Bounds, without: Set[str] = NONE) -> Protocol[World]:
@@ -158,10 +55,7 @@ def jobs(bounds: Bounds, without: Set[str] = NONE) -> Protocol[World]:
         if world.open is not None:
             yield from _end(world, world.open, without, faulty=world.open.owner in bounds.faulty)
 
-    return Protocol(start=start, steps=steps, promises=PROMISES, sights=SIGHTS, is_goal=_is_at_rest)
-
-
-# --- what may happen
+    return Protocol(start=start, steps=steps, promises=PROMISES, sights=SIGHTS, is_goal=is_at_rest)
 
 
 def _time_and_reaper(world: World, without: Set[str]) -> Iterator[Step[World]]:
@@ -215,7 +109,7 @@ def _claims(world: World, name: str, without: Set[str], *, faulty: bool) -> Iter
 
 
 def _recovery(world: World, name: str) -> Recovery:
-    return Recovery(name, tuple(attempt.key for attempt in world.process(name).attempts), world.fence + 1)
+    return Recovery(name, tuple(attempt.key for attempt in world.process(name).attempts), world.fence)
 
 
 def _lose_recovery(world: World, name: str, without: Set[str]) -> Step[World]:
@@ -318,100 +212,3 @@ def _end(world: World, write: Write, without: Set[str], *, faulty: bool) -> Iter
     if faulty and world.heard:
         cut = world.with_attempt(name, key, "unsure")._replace(heard=False)
         yield Step(f"{name} loses the connection of {_what(write)}", cut, fault=True)
-
-
-# --- what must hold
-
-
-def _one_live_lease(before: World, step: Step[World]) -> bool:
-    row, after = before.row, step.after.row
-    if not row.live or (row.owner, row.fence) == (after.owner, after.fence):
-        return True
-    if step.verb == "recover" and row.owner is not None:
-        return (row.id, row.fence) not in [attempt.key for attempt in before.process(row.owner).attempts]
-    return step.verb == "cancel" or step.by == (row.owner, row.fence)
-
-
-def _fences_rise(before: World, step: Step[World]) -> bool:
-    return step.verb != "claim" or step.after.row.fence > before.fence
-
-
-def _one_effect(_before: World, step: Step[World]) -> bool:
-    return len(step.after.effects) <= 1
-
-
-def _together(_before: World, step: Step[World]) -> bool:
-    after = step.after
-    return set(after.effects) <= set(after.completed) and bool(after.effects) == bool(after.completed)
-
-
-def _no_stale_write(before: World, step: Step[World]) -> bool:
-    if step.verb not in ("renew", *VERBS) or before.row == step.after.row:
-        return True
-    return step.by == (before.row.owner, before.row.fence)
-
-
-def _no_late_renewal(before: World, step: Step[World]) -> bool:
-    return step.verb != "renew" or before.row.live
-
-
-def _attempts_add_up(before: World, step: Step[World]) -> bool:
-    row, after = before.row, step.after.row
-    if after.attempts > MAX_ATTEMPTS or (after.state == "ready" and after.attempts >= MAX_ATTEMPTS):
-        return False
-    match step.verb:
-        case "claim":
-            return after.attempts == row.attempts + 1
-        case "give_back":
-            return after.attempts == row.attempts - 1
-        case "recover":
-            return row == after or after.attempts == row.attempts - 1
-        case "retry_job" | "enqueue":
-            return after.attempts == 0
-        case _:
-            return after.attempts == row.attempts
-
-
-def _last_word_is_true(_before: World, step: Step[World]) -> bool:
-    id_fence = step.after.row.id, (step.by or ("", 0))[1]
-    if step.verb == "done" and id_fence[0] == 1 and id_fence not in step.after.completed:
-        return False
-    return step.after.given_up not in step.after.completed
-
-
-def _success_stays(before: World, step: Step[World]) -> bool:
-    return before.row.state != "succeeded" or before.row == step.after.row or step.verb == "enqueue"
-
-
-PROMISES: dict[str, Promise[World]] = {
-    "one live lease": _one_live_lease,
-    "fences rise": _fences_rise,
-    "one effect a key": _one_effect,
-    "effect and completion together": _together,
-    "no stale write": _no_stale_write,
-    "no late renewal": _no_late_renewal,
-    "attempts add up": _attempts_add_up,
-    "the last word is true": _last_word_is_true,
-    "success stays": _success_stays,
-}
-
-SIGHTS: dict[str, Promise[World]] = {
-    "a completion behind the expiry counts": lambda before, step: step.verb == "complete" and not before.row.live,
-    "a failure behind the expiry counts": lambda before, step: step.verb == "retry" and not before.row.live,
-    "a write is refused": lambda before, step: step.verb == "refused",
-    "a process holds two attempts of the job": lambda before, step: len(step.after.a.attempts) == 2,
-    "a commit that nobody heard of is found": lambda before, step: step.verb == "done",
-    "a lost claim is given back": lambda before, step: step.verb == "recover" and before.row != step.after.row,
-    "an effect is skipped": lambda before, step: step.verb == "complete" and step.after.effects == before.effects,
-    "the last attempt is buried": lambda before, step: step.verb == "reap" and step.after.row.state == "dead",
-}
-
-
-def _is_at_rest(world: World) -> bool:
-    """The job is terminal, and nobody has anything left to say. Or it could be claimed, had the model more fences."""
-    is_quiet = not (world.open or world.stray or world.recovery) and not any(
-        one.attempts or one.stray_claim or one.lost_claim for one in (world.a, world.b)
-    )
-    row = world.row
-    may_be_claimed = row.state == "ready" and row.attempts < MAX_ATTEMPTS and world.left == 0
-    return is_quiet and (row.state in TERMINAL or may_be_claimed)

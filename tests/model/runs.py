@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tests.model.checker import NOTHING_IS_LOST, Protocol
-from tests.model.jobs import Bounds, jobs
+from tests.model.jobs import jobs
 from tests.model.names import names
 from tests.model.trust import trust
+from tests.model.world import Bounds
 
 _OPERATOR = Bounds(fences=3, crash=True, cancel=True, retry=True, deletion=True)
 _EVERYTHING = replace(_OPERATOR, late_recovery=True)
@@ -16,7 +17,7 @@ _EVERYTHING = replace(_OPERATOR, late_recovery=True)
 SOUND: dict[str, Protocol[Any]] = {
     "one faulty process, crash, operator, two claims": jobs(replace(_OPERATOR, fences=2)),
     "one faulty process, late recovery, two claims": jobs(Bounds(fences=2, late_recovery=True)),
-    "connections that hold, crash, operator, five claims": jobs(replace(_OPERATOR, fences=5, faulty="")),
+    "connections that hold, crash, operator, four claims": jobs(replace(_OPERATOR, fences=4, faulty="")),
     "two clocks": trust(),
     "a named lease": names(),
     "a named lease, two clients of one name": names(namesakes=True),

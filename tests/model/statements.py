@@ -71,8 +71,8 @@ def reap(row: Row, without: Set[str] = NONE) -> Row | None:
 
 
 def recover(row: Row, owner: str, held: Collection[tuple[int, int]], bound: int) -> Row | None:
-    """What a claim without an answer has taken: this owner's, nobody in the process holds it, and it is older than the question."""
-    if row.state == "running" and row.owner == owner and row.fence < bound and (row.id, row.fence) not in held:
+    """What a claim without an answer has taken: this owner's, not held in the process, and not newer than the bound."""
+    if row.state == "running" and row.owner == owner and row.fence <= bound and (row.id, row.fence) not in held:
         return row.ended("ready", max(row.attempts - 1, 0))
     return None
 
