@@ -19,6 +19,10 @@ from tests.processes import wait_for
 from tests.serving import TOKEN, Served, error_of
 from worker import LeaseHeld, LeaseLost, Leases
 from worker.errors import ConfigError
+from worker.holding import HeldName
+from worker.http_calls import Answer
+from worker.lease_http import HttpTransport
+from worker.name_renewals import terms_of
 
 FIELDS = {
     *("id", "resource", "holder", "fence", "ttl_seconds", "metadata", "state", "expires_in_ms"),
@@ -212,6 +216,14 @@ def test_one_odd_row_makes_no_list_fail(served: Served, name: str) -> None:
     )
 
 
+def test_a_lease_whose_acquisition_is_not_committed_is_held_by_nobody_known_for_a_moment(served: Served, name: str) -> None:
+    with served.db.transaction():
+        served.db.execute("SELECT acquire_lease(%s, 'somebody', 60)", [name])
+        answer = served.http.post("/api/leases", json={"resource": name, "holder": "b"})
+        assert error_of(answer) == (409, "held")
+        assert (answer.json()["holder"], answer.json()["retry_after_ms"]) == (None, 100)
+
+
 # --- the generator
 
 
@@ -232,6 +244,24 @@ def test_the_generator_is_started_and_stopped_and_any_instance_says_the_same(
 
 
 # --- Leases(url=…)
+
+
+async def test_renewals_begin_with_the_lease_that_is_trusted_for_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = HttpTransport("http://127.0.0.1:1", None)
+    asked: list[object] = []
+
+    async def call(method: str, path: str, body: dict[str, object], *, seconds: float) -> Answer:
+        asked.append(body["resource"])
+        return Answer(200, {"expires_in_ms": 3_000})
+
+    monkeypatch.setattr(transport._renewals, "call", call)
+    held = [
+        HeldName(resource=str(at), holder="h", id=at, fence=1, terms=terms_of(3), asked_at=at, remaining_seconds=3)
+        for at in (2, 3, 1)
+    ]
+    renewed = await transport.renew_many(held, limit_seconds=1)
+    assert (asked, len(renewed.expires_in_ms)) == (["1", "2", "3"], 3)
+    await transport.close(1)
 
 
 async def test_a_program_without_the_database_holds_a_lease_over_http(served: Served, name: str) -> None:

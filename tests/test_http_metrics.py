@@ -171,6 +171,7 @@ def test_a_pool_says_how_it_is(workplace: Workplace, serve: Callable[..., Served
     samples = scrape(served)
     assert value(samples, "worker_pool_busy") == value(samples, "worker_pool_held_leases") == 1
     assert value(samples, "worker_pool_slots") == 4
+    assert value(samples, "worker_claimed_total", by="pool") == value(samples, "worker_claim_seconds_count", by="pool") == 1
     assert 0 <= value(samples, "worker_pool_loop_lag_seconds") < 1
     assert 0 <= value(samples, "worker_pool_claim_age_seconds") < 5
     wait_for(lambda: value(scrape(served), "worker_pool_hungry") == 1)

@@ -75,7 +75,7 @@ class HttpCalls:
         except httpx.TimeoutException:
             raise ConnectionError(f"{self.where}: no answer in time") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ConnectionError(f"{self.where}: {error or type(error).__name__}") from None
+            raise ConnectionError(f"{self.where}: {str(error) or type(error).__name__}") from None
         status = response.status_code
         if status in (401, 403):
             raise ConfigError(f"{self.where}: {_read(response).message or status}")

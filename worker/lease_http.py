@@ -15,14 +15,17 @@ from worker.store.leases import Ended, Grant, Held
 TIMEOUT_SECONDS = 4.0
 """Less than `Leases` goes on asking: a lost answer is asked for again."""
 CONNECTIONS = 8
-"""So many renewals are on their way at a time."""
+"""So many renewals are on their way at a time, and as many other requests."""
 
 
 class HttpTransport:
     """The way to the leases of a `worker serve`."""
 
     def __init__(self, url: str, bearer: str | None) -> None:
-        self._calls = HttpCalls(url, bearer=bearer, timeout_seconds=TIMEOUT_SECONDS, connections=CONNECTIONS)
+        self._calls, self._renewals = (
+            HttpCalls(url, bearer=bearer, timeout_seconds=TIMEOUT_SECONDS, connections=CONNECTIONS)
+            for _ in range(2)  # a renewal waits behind no crowd of acquisitions
+        )
 
     @property
     def where(self) -> str:
@@ -72,7 +75,7 @@ class HttpTransport:
                     trouble.append(ConnectionError("no time was left to ask"))
                     return
                 try:
-                    answer = await self._calls.call("PUT", "/api/leases/renew", body, seconds=left_seconds)
+                    answer = await self._renewals.call("PUT", "/api/leases/renew", body, seconds=left_seconds)
                     if answer.status == 200:
                         renewed[one.key] = _number(answer, "expires_in_ms")
                     elif answer.status == 404:
@@ -102,6 +105,7 @@ class HttpTransport:
         try:
             async with asyncio.timeout(limit_seconds):
                 await self._calls.close()
+                await self._renewals.close()
         except (TimeoutError, OSError):
             pass
 
