@@ -370,6 +370,38 @@ async def test_a_released_job_keeps_its_place(database_url: str) -> None:
     assert started == ["job1", "job1", "job2", "job3"]
 
 
+async def test_a_recovery_that_arrives_late_leaves_what_was_claimed_meanwhile(database_url: str) -> None:
+    """Its connection was given up half open, and the process has gone on: what it claimed since is held, and no orphan."""
+    asked, delivered = asyncio.Event(), asyncio.Event()
+
+    class Late:
+        """Holds back the statement itself."""
+
+        def __init__(self, connection: Connection) -> None:
+            self.fetchval = connection.fetchval
+            self._fetch = connection.fetch
+
+        async def fetch(self, *arguments: object) -> object:
+            asked.set()
+            await delivered.wait()
+            return await self._fetch(*arguments)
+
+    about = {"queue": "default", "priority": 0, "limit": 1, "owner": OWNER, "lease_seconds": 30, "payload_bytes": 1000}
+    async with (
+        session(database_url, claiming.CLAIM_SETTINGS) as (connection, database),
+        session(database_url, claiming.CLAIM_SETTINGS) as (other, _),
+    ):
+        await connection.execute(ADD, "late", "default", 0, 0.0, 2)
+        [orphan] = await claiming.claim(connection, database, **about)
+        recovering = asyncio.create_task(claiming.recover(Late(other), database, owner=OWNER, held=[]))
+        await asked.wait()
+        [younger] = await claiming.claim(connection, database, **about)
+        delivered.set()
+        assert [job.id for job in await recovering] == [orphan.id]
+        states = dict(await connection.fetch("SELECT id, state FROM jobs"))
+        assert states == {orphan.id: "ready", younger.id: "running"}
+
+
 async def test_priorities_that_were_used_once_are_not_asked_for_for_ever(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
