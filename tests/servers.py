@@ -39,7 +39,7 @@ class Server:
     version: str
 
     @contextlib.contextmanager
-    def database(self, *, template: str = "template1") -> Iterator[str]:
+    def database(self, *, template: str = "template0") -> Iterator[str]:
         """The URL of a fresh database, dropped at the end whoever is still connected to it."""
         name = f"test_{uuid.uuid4().hex[:16]}"
         execute(self.dsn, "CREATE DATABASE {} TEMPLATE {}", name, template)
@@ -60,7 +60,7 @@ def session_server(environ: Mapping[str, str]) -> Iterator[Server]:
         else:
             dsn, origin = stack.enter_context(temporary_cluster(settings=SETTINGS)).dsn, "embedded"
         template = f"test_template_{uuid.uuid4().hex[:8]}"
-        execute(dsn, "CREATE DATABASE {}", template)
+        execute(dsn, "CREATE DATABASE {} TEMPLATE template0", template)
         stack.callback(execute, dsn, "DROP DATABASE IF EXISTS {} WITH (FORCE)", template)
         apply_schema(with_database(dsn, template))
         with psycopg.connect(dsn) as connection:
