@@ -447,8 +447,10 @@ async def test_who_is_cancelled_while_acquiring_leaves_no_lease_behind(database_
         with pytest.raises(asyncio.CancelledError):
             await waiting
         db.execute("SELECT release_lease('theirs', 'other', %s)", [theirs.fence])
+        # At most one question was on its way, whose answer was given back; nobody asks again.
         await asyncio.sleep(0.8)
-        assert row(db, "theirs").fence == theirs.fence
+        assert is_free(db, "theirs")
+        assert row(db, "theirs").fence <= theirs.fence + 1
 
 
 async def test_a_database_that_does_not_answer_is_said_after_a_while(database_url: str, db: Db) -> None:

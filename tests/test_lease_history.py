@@ -27,7 +27,9 @@ from worker.clock import local_seconds
 
 CONTENDERS = 50
 SECONDS = 14.0
+FAULTS = ("freeze", "cut", "freeze", "kill", "cut")
 SOME_FAULTS = 3
+SOME_BLOCKS = 20
 
 # What the holders write behind check_fence; and, by a trigger, when each lease began and when the one before it had ended.
 TABLES = """
@@ -66,13 +68,24 @@ def contenders(folder: Path, dsns: list[str]) -> Iterator[subprocess.Popen[bytes
         process.wait()
 
 
-async def disturb(db: psycopg.Connection[Any], proxy: Proxy, until: float) -> tuple[Counter[str], list[tuple[int, float, float]]]:
-    """Freeze, kill and cut off whoever has the lease, in turn: how often each, and who was frozen from when to when."""
+async def disturb(db: psycopg.Connection[Any], proxy: Proxy) -> tuple[Counter[str], list[tuple[int, float, float]]]:
+    """Freeze, kill and cut off whoever has the lease, in turn: how often each, and who was frozen from when to when.
+
+    For SECONDS at least, and on a busy machine for as long as it takes until enough has happened to be judged.
+    """
+    started = local_seconds()
     faults: Counter[str] = Counter()
+
+    def is_enough() -> bool:
+        blocks = db.execute("SELECT count(*) FROM history WHERE what = 'leave'").fetchone()
+        return blocks is not None and blocks[0] > SOME_BLOCKS and min(faults[fault] for fault in FAULTS) >= SOME_FAULTS
+
     frozen: list[tuple[int, float, float]] = []
-    for fault in itertools.cycle(("freeze", "cut", "freeze", "kill", "cut")):
+    for fault in itertools.cycle(FAULTS):
         await asyncio.sleep(random.uniform(0.2, 0.6))
-        if local_seconds() > until:
+        passed_seconds = local_seconds() - started
+        assert passed_seconds < SECONDS * 6, faults
+        if passed_seconds > SECONDS and is_enough():
             return faults, frozen
         row = db.execute(
             "SELECT split_part(holder, '-', 2)::int FROM leases WHERE released_at IS NULL AND expires_at > clock_timestamp()"
@@ -103,14 +116,11 @@ async def test_fifty_processes_never_have_two_holders_at_once_whatever_happens_t
             dsns = [proxy.dsn if number % 2 else dsn for number in range(CONTENDERS)]
             with contenders(tmp_path, dsns):
                 await await_for(lambda: db.execute("SELECT count(*) FROM terms").fetchone()[0] > 5, 30)
-                faults, frozen = await disturb(db, proxy, local_seconds() + SECONDS)
-        assert faults["freeze"] >= SOME_FAULTS
-        assert faults["cut"] >= SOME_FAULTS
-        assert faults["kill"] >= SOME_FAULTS - 1
+                faults, frozen = await disturb(db, proxy)
 
         # The database: each term began after the one before it had ended, under a higher fence.
         terms = db.execute("SELECT * FROM terms ORDER BY fence").fetchall()
-        assert len(terms) > 15
+        assert len(terms) > sum(faults.values()) / 3
         assert [term.former_fence for term in terms[1:]] == [term.fence for term in terms[:-1]]
         assert [term for term in terms if term.began_at < term.former_ended_at] == []
         assert len({term.holder for term in terms}) > 5, "a few had it all the time"
@@ -123,8 +133,6 @@ async def test_fifty_processes_never_have_two_holders_at_once_whatever_happens_t
         assert all(
             len({entry.pid for entry in entries}) == 1 for _, entries in itertools.groupby(history, lambda entry: entry.fence)
         )
-        assert sum(entry.what == "leave" for entry in history) > 20
-
         # The holders: nobody believed to hold it while another did, but for those that were frozen meanwhile.
         beliefs = sorted(
             (belief for path in tmp_path.glob("contender-*") for belief in map(read, path.read_text().splitlines())),
@@ -135,7 +143,7 @@ async def test_fifty_processes_never_have_two_holders_at_once_whatever_happens_t
             for belief in beliefs
             if not any(pid == belief.pid and at < belief.left_at and until > belief.entered_at for pid, at, until in frozen)
         ]
-        assert len(awake) > 20
+        assert len(awake) > SOME_BLOCKS / 2
         assert [(one, two) for one, two in itertools.pairwise(awake) if two.entered_at < one.left_at] == []
 
         # H13: whoever was killed last with it, it is free after its time.
