@@ -29,7 +29,7 @@ from worker.bench.running import Cores
 
 SMALL = ("--jobs", "150", "--rows", "1500", "--ledger-rows", "2000", "--minutes", "0.02", "--runs", "1", "--tasks", "4")
 USUAL = ["drain", "latency", "enqueue", "history", "snapshot", "processes"]
-OTHERS = ["payloads", "faults", "contended", "shapes", "aged", "ledger"]
+OTHERS = ["payloads", "faults", "contended", "shapes", "pruning", "aged", "ledger"]
 
 
 def schemas(url: str) -> list[str]:
@@ -186,6 +186,12 @@ def test_the_other_scenarios_check_what_they_measure(empty_database_url: str, tm
     assert single["usage"]["transactions"] >= 150, "one transaction a job"
     assert [*samples(document, "shapes")] == ["plain", "750 beside them due tomorrow", "two queues, in turn", "three priorities"]
     assert len(ratios(document, "shapes")) == 3
+    assert [*samples(document, "pruning")] == [
+        "one effect, all rows kept",
+        "one effect, old rows being removed",
+        "rows removed meanwhile",
+    ]
+    assert len(ratios(document, "pruning")) == 1
     assert [runs[0]["jobs"] for runs in samples(document, "aged").values()] == [20, 20, 20]
     assert len(ratios(document, "aged")) == 2
     assert [*samples(document, "ledger")] == ["empty ledger, random keys", "2,000 ledger rows, random keys"]

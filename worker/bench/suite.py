@@ -21,6 +21,7 @@ from worker.bench import (
     machine,
     payloads,
     processes,
+    pruning,
     shapes,
     snapshot,
 )
@@ -44,6 +45,7 @@ SCENARIOS: Final[Mapping[str, Callable[[Bench], Awaitable[None]]]] = {
     "faults": faults.measure,
     "contended": contended.measure,
     "shapes": shapes.measure,
+    "pruning": pruning.measure,
     "aged": aged.measure,
     "ledger": ledger.measure,
 }

@@ -37,16 +37,24 @@ def bench(
         typer.Argument(
             metavar="SCENARIO",
             help="drain latency enqueue history snapshot processes (these, if none is named), payloads faults contended shapes"
-            " aged ledger, or all.",
+            " pruning aged ledger, or all.",
             show_default=False,
         ),
     ] = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", min=100, max=10_000_000, help="Jobs a run; snapshot takes ten times as many, processes twice.")
+        int,
+        typer.Option(
+            "--jobs", min=100, max=10_000_000, help="Jobs a run; snapshot and pruning take ten times as many, processes twice."
+        ),
     ] = 20_000,
     rows: Annotated[
         int,
-        typer.Option("--rows", min=100, max=100_000_000, help="history: finished rows, half as many wait; shapes: half for later."),
+        typer.Option(
+            "--rows",
+            min=100,
+            max=100_000_000,
+            help="history: finished rows, half as many wait; shapes: half for later; pruning: finished rows past retention.",
+        ),
     ] = 1_000_000,
     ledger_rows: Annotated[
         int, typer.Option("--ledger-rows", min=100, max=1_000_000_000, help="ledger: rows of the long one.")
@@ -65,7 +73,8 @@ def bench(
     drain: without and with effect, beside one job at a time and beside what PostgreSQL can do; latency: idle pick-up; enqueue:
     single commits with and without our trigger, bulk beside COPY; history: finished and waiting rows; snapshot: under an old one;
     processes: 1, 2 and 4; payloads: by size; faults: one failing effect among 101; contended: shared rows; shapes: jobs for later,
-    queues, priorities; aged: a single INSERT after minutes of load; ledger: a long one. docs/benchmarks.md says how each counts.
+    queues, priorities; pruning: while old rows are removed; aged: a single INSERT after minutes of load; ledger: a long one.
+    docs/benchmarks.md says how each counts.
 
     In schemas of its own (worker_bench_…), removed at the end. It takes the machine and the server for some minutes: not for a
     server that others need meanwhile.

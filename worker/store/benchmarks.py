@@ -142,14 +142,16 @@ async def fill(connection: Connection, database: Database, filling: Filling, *, 
 FILL_FINISHED = """
 INSERT INTO {schema}.jobs (idempotency_key, kind, payload, state, attempts, fence, started_at, completed_at)
 SELECT 'finished-' || g, $1, jsonb_build_object('n', g, 'text', $2::text), 'succeeded', 1, nextval('{schema}.fence_seq'),
-    now(), now()
+    now() - make_interval(secs => $4), now() - make_interval(secs => $4)
 FROM generate_series(1, $3::int) AS g
 """
 
 
-async def fill_finished(connection: Connection, database: Database, count: int, *, kind: str, text: str) -> None:
-    """History: jobs that have succeeded."""
-    await connection.execute(database.sql(FILL_FINISHED), kind, text, count)
+async def fill_finished(
+    connection: Connection, database: Database, count: int, *, kind: str, text: str, age_seconds: float = 0
+) -> None:
+    """History: jobs that have succeeded so long ago."""
+    await connection.execute(database.sql(FILL_FINISHED), kind, text, count, age_seconds)
 
 
 async def vacuum(connection: Connection, database: Database) -> None:
@@ -219,6 +221,11 @@ async def count_running(connection: Connection, database: Database) -> int:
 async def count_ready(connection: Connection, database: Database) -> int:
     """How many wait that could run."""
     return int(await connection.fetchval(database.sql(READY)))
+
+
+async def count_rows(connection: Connection, database: Database) -> int:
+    """All jobs, whatever their state."""
+    return int(await connection.fetchval(database.sql("SELECT count(*) FROM {schema}.jobs")))
 
 
 # --- what came of it
