@@ -1,8 +1,8 @@
 """Claims whose answer was lost: their jobs go back, attempt refunded, once the claim can no longer commit.
 
-The server process of a dropped connection may still be at work. It is gone when pg_stat_activity says so (behind a transaction
-pooler that cannot be told, so the server's own time limit must have passed); its jobs are those of this owner that nobody here
-holds. No claim may be in flight while that is asked.
+The server process of a dropped connection may still be at work. It is gone when pg_stat_activity says so (where that cannot be
+told, as behind a transaction pooler, the server's own time limit must have passed); its jobs are those of this owner that nobody
+here holds. No claim may be in flight while that is asked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from worker import events, logs
 from worker.clock import local_seconds
 from worker.holding import Holdings
-from worker.store import claiming
+from worker.store import claiming, sessions
 from worker.store.connection import sqlstate
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
+    from worker.store.sessions import Backend
 
 
 MOST_OUTSTANDING = 3
@@ -33,7 +34,7 @@ class LostClaims:
         self._owner = owner
         self._holdings = holdings
         self._limit_seconds = limit_seconds
-        self._lost: list[tuple[int, float]] = []
+        self._lost: list[tuple[Backend | None, float]] = []
 
     @property
     def outstanding(self) -> bool:
@@ -45,24 +46,18 @@ class LostClaims:
         """Around a claim: if its answer does not come, its server process is remembered. No claim while too many are."""
         if len(self._lost) >= MOST_OUTSTANDING:
             raise ConnectionError(f"the last {len(self._lost)} claims had no answer and may still commit")
-        pid = connection.get_server_pid()
         try:
             yield
         except BaseException as error:
             if sqlstate(error) is None or connection.is_closed():
-                self._lost.append((pid, local_seconds()))
+                self._lost.append((connection.backend, local_seconds()))
             raise
 
     async def give_back(self, connection: Connection) -> None:
         """Return what claims without an answer have taken, and forget those that are surely over."""
         if not self._lost:
             return
-        passed_seconds = self._limit_seconds * 2 if self._database.pooler else 0.0
-        over = [
-            (pid, since)
-            for pid, since in self._lost
-            if local_seconds() - since >= passed_seconds and not await claiming.backend_lives(connection, pid=pid)
-        ]
+        over = [one for one in self._lost if await is_over(connection, *one, limit_seconds=self._limit_seconds)]
         released = await claiming.recover(connection, self._database, owner=self._owner, held=self._holdings.keys())
         self._lost = [one for one in self._lost if one not in over]
         for job in released:
@@ -71,3 +66,10 @@ class LostClaims:
                 **job.log_fields(),
                 reason="claim_lost",
             )
+
+
+async def is_over(connection: Connection, backend: Backend | None, since: float, *, limit_seconds: float) -> bool:
+    """Whether what was dropped at the local moment `since` can no longer commit. `limit_seconds`: what a statement may take."""
+    if backend is None:
+        return local_seconds() - since >= 2 * limit_seconds
+    return not await sessions.lives(connection, backend)

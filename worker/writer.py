@@ -20,13 +20,14 @@ from worker.domain import AlreadyApplied, Backoff, Failed, Succeeded, failure, v
 from worker.last_word import LastWord
 from worker.measures import POOL_RIGHTS
 from worker.patience import Patience
-from worker.store import effects, settling
+from worker.store import effects, sessions, settling
 from worker.store.connection import DATABASE_ERRORS, is_unavailable, safe_text, sqlstate
 from worker.store.leasing import Key
 from worker.store.settling import Completion, Ruling, Settled, Settlement
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database, Lane
+    from worker.store.sessions import Backend
 
 _CONFLICT_TRIES = 10
 _LONGEST_CONFLICT_SECONDS = 2.0
@@ -67,9 +68,7 @@ class Writer:
         self._postpone = postpone
         self._waiting = waiting
         self._patience = Patience(events.COMPLETION_DEFERRED, first_seconds=0.05, longest_seconds=2.0)
-        self._wait_cut_short = False
-        self._listening_to: Connection | None = None
-        self._uncommitted_pid: int | None = None
+        self._uncommitted: Backend | None = None
         """The server process of a transaction whose COMMIT has not been sent."""
         self._one_at_a_time = one_at_a_time
         self.caution = caution
@@ -83,7 +82,7 @@ class Writer:
             return
         alone = len(members) == 1
         culprit: list[Finished] = []  # whose statement was running
-        self._uncommitted_pid = None
+        self._uncommitted = None
         settlements: list[Settlement] = []
         sent_at = local_seconds()
         try:
@@ -95,8 +94,7 @@ class Writer:
                 else:
                     settlements = self._settlements(members)
                     settled = await settling.settle(connection, self._database, settlements, owner=self._owner)
-                cut_short, self._wait_cut_short = self._wait_cut_short, False
-                if cut_short:
+                if connection.take_cut_short_wait():
                     raise ConnectionError("the wait for a synchronous standby was cut short")
         except DATABASE_ERRORS as error:
             if connection.is_closed() or isinstance(error, OSError | TimeoutError):
@@ -185,7 +183,7 @@ class Writer:
         ]
         has_effects = any(completion.has_effects for completion in completions)
         if has_effects:
-            self._uncommitted_pid = None if self._database.pooler else connection.get_server_pid()
+            self._uncommitted = connection.backend
             await connection.execute("BEGIN")
             if lock_seconds is not None:
                 await settling.wait_briefly_for_locks(connection, seconds=lock_seconds)
@@ -203,7 +201,7 @@ class Writer:
                 if not connection.is_in_transaction():
                     raise ConnectionError("an effect has ended the transaction that took the fence")
                 culprit[:] = to_apply if len(members) == 1 else []  # a deferred constraint speaks at COMMIT
-                self._uncommitted_pid = None
+                self._uncommitted = None
                 await connection.execute("COMMIT")
             culprit.clear()
         return answer
@@ -298,15 +296,7 @@ class Writer:
             self._on_trouble()
             self._keep(members, error)
             return None
-        if connection is not self._listening_to:
-            self._listening_to = connection
-            connection.add_log_listener(self._notice)
         return connection
-
-    def _notice(self, _connection: object, message: object) -> None:
-        """A COMMIT that answers with "canceling wait for synchronous replication" is not known to be on the standby."""
-        if getattr(message, "sqlstate", "") == "01000" and "canceling" in str(getattr(message, "message", "")):
-            self._wait_cut_short = True
 
     def _keep(self, members: Sequence[Finished], error: BaseException) -> None:
         """The database refuses work for now: these wait, with their leases kept."""
@@ -390,17 +380,17 @@ class Writer:
 
     async def _unanswered(self, members: Sequence[Finished], error: BaseException) -> None:
         """Nobody knows whether this was committed: it is looked up under the row lock before anything else is tried."""
-        pid, self._uncommitted_pid = self._uncommitted_pid, None
+        backend, self._uncommitted = self._uncommitted, None
         self._on_trouble()
         for one in members:
             one.uncertain = True
-        if pid is not None:
+        if backend is not None:
             connection = await self._connection(members)
             if connection is None:
                 return
             try:
                 async with asyncio.timeout(self._statement_seconds):
-                    await settling.end_session(connection, pid=pid)
+                    await sessions.end(connection, backend)
             except DATABASE_ERRORS:
                 self._lane.drop()  # it ends by its own time-outs
         await self._explain(members, error)

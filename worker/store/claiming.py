@@ -221,12 +221,3 @@ async def recover(connection: Connection, database: Database, *, owner: str, hel
     bound = await connection.fetchval(database.sql(BOUND))
     rows = await connection.fetch(database.sql(RECOVER), owner, ids, fences, bound)
     return [ClaimedJob(*row[:11]) for row in rows]
-
-
-# pg_stat_activity shows every role its own sessions.
-BACKEND = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = $1 AND application_name LIKE '% claim')"
-
-
-async def backend_lives(connection: Connection, *, pid: int) -> bool:
-    """True while the server process of a dropped claim connection may still be at work (and commit)."""
-    return bool(await connection.fetchval(BACKEND, pid))

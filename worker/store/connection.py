@@ -29,6 +29,7 @@ from worker.masking import safe_text as safe_text
 from worker.store import dsn as dsn_text
 from worker.store.lane import Lane as Lane
 from worker.store.poolers import require_own_session, way_out
+from worker.store.sessions import Backend, own_backend
 from worker.store.shared_pool import Pool as Pool
 from worker.store.target import Address, Keepalive
 from worker.store.trouble import DATABASE_ERRORS as DATABASE_ERRORS
@@ -63,12 +64,27 @@ class Connection(asyncpg.Connection):  # type: ignore[misc]  # asyncpg carries n
 
     cancels_statements = True
     opened_at = 0.0
+    backend: Backend | None = None
+    """None: it cannot be told, as behind a transaction pooler."""
     _commits = False
     _stays_in_transaction = False
+    _wait_was_cut_short = False
 
     def stay_in_transaction(self, stays: bool) -> None:
         """While set, a statement outside a transaction is refused instead of committing itself."""
         self._stays_in_transaction = stays
+
+    def take_cut_short_wait(self) -> bool:
+        """Whether, since this was last asked, a commit was answered that a synchronous standby is not known to have: somebody has
+        cancelled the wait for it, and the server says so in a warning only."""
+        taken, self._wait_was_cut_short = self._wait_was_cut_short, False
+        return taken
+
+    def _process_log_message(self, fields: Mapping[str, str], last_query: object) -> None:
+        # asyncpg calls this for each notice. The words are in the server's language; where it speaks from is not.
+        if fields.get("R") == "SyncRepWaitForLSN":
+            self._wait_was_cut_short = True
+        super()._process_log_message(fields, last_query)
 
     def _check_open(self) -> None:
         # asyncpg calls this before each statement.
@@ -204,6 +220,8 @@ class Database:
             if not self.pooler and not self._is_direct:
                 await require_own_session(connection, max(deadline - loop.time(), 0.001))
                 self._is_direct = True
+            if not self.pooler:
+                connection.backend = await own_backend(connection, timeout_seconds=max(deadline - loop.time(), 0.001))
             if not address.is_socket:
                 _keep_alive(connection, self.target.keepalive)
         except BaseException:
@@ -235,6 +253,7 @@ class Database:
             "default_transaction_isolation": "read committed",
             "default_transaction_deferrable": "off",
             "standard_conforming_strings": "on",
+            "client_min_messages": "notice",  # one warning matters: see take_cut_short_wait
             "statement_timeout": _milliseconds(statement_timeout_seconds or limits.statement_timeout_seconds),
             "lock_timeout": _milliseconds(limits.lock_timeout_seconds),
             "idle_in_transaction_session_timeout": _milliseconds(limits.idle_in_transaction_seconds),

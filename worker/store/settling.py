@@ -187,19 +187,6 @@ async def wake(connection: Connection, database: Database, queues: Sequence[str]
     await connection.execute(database.sql(WAKE), list(queues))
 
 
-# pg_stat_activity shows every role its own sessions, and a role may end them.
-END_SESSION = """
-SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-WHERE pid = $1 AND usename = current_user AND application_name LIKE '% commit'
-"""
-
-
-async def end_session(connection: Connection, *, pid: int) -> None:
-    """End a dropped session that has not been sent its COMMIT: it would hold its row locks, which keep the keeper from renewing,
-    until it has run all that it was sent."""
-    await connection.execute(END_SESSION, pid)
-
-
 BRIEF_LOCKS = "SELECT set_config('lock_timeout', $1, true)"
 
 
