@@ -20,11 +20,12 @@ from tests.workplace import LEASE_SECONDS, Note, Workplace
 from worker.lost_claims import MOST_OUTSTANDING
 
 WANTED = "TEST_HIGH_AVAILABILITY"
-"""These take minutes, and a machine with nothing else to do: they run when this is set."""
-pytestmark = [
-    pytest.mark.skipif(lacking() is not None, reason=lacking() or ""),
-    pytest.mark.skipif(not os.environ.get(WANTED), reason=f"takes minutes: set {WANTED}=1"),
-]
+"""Two of these always run: a failover with a synchronous standby, and one with an asynchronous one. The others when this is set."""
+pytestmark = pytest.mark.skipif(lacking() is not None, reason=f"no standby can be made: {lacking()}")
+only_when_wanted = pytest.mark.skipif(not os.environ.get(WANTED), reason=f"takes minutes with the others like it: set {WANTED}=1")
+
+SOON_SECONDS = 60
+"""For what has to happen sooner or later, on a machine that is busy with something else."""
 
 GUIDE = ROOT / "docs" / "high-availability.md"
 
@@ -70,13 +71,13 @@ class Client(threading.Thread):
     def __exit__(self, *failure: object) -> None:
         self._ending.set()
         if failure[0] is None:
-            self.join(20)
+            self.join(SOON_SECONDS)
             assert not self.is_alive()
 
     def goes_on(self, jobs: int = 50) -> None:
         """That many more were acknowledged."""
         before = len(self.acknowledged)
-        wait_for(lambda: len(self.acknowledged) >= before + jobs, 20)
+        wait_for(lambda: len(self.acknowledged) >= before + jobs, SOON_SECONDS)
 
 
 def in_trouble(*processes: Daemon) -> None:
@@ -86,7 +87,7 @@ def in_trouble(*processes: Daemon) -> None:
 
 def nothing_is_lost(place: Workplace, client: Client, *processes: Daemon) -> None:
     """What the client was told and what the daemons said is what the database holds in the end."""
-    place.wait_until_all("succeeded", 30)
+    place.wait_until_all("succeeded", SOON_SECONDS)
     rows = {row.idempotency_key: row.id for row in place.ask("SELECT idempotency_key, id FROM jobs")}
     assert client.acknowledged.items() <= rows.items()
     ledger = place.ask("SELECT job_id, fence FROM ledger")
@@ -103,31 +104,33 @@ def fences_rise(before: list[Note], after: list[Note]) -> None:
     assert max(note.fence for note in before) < min(note.fence for note in after)
 
 
-def test_two_failovers_lose_nothing_that_was_acknowledged(pair: Pair, place: Workplace) -> None:
-    """The primary dies under load, twice; the second time it is the one that took over the first time."""
+@pytest.mark.parametrize("failovers", [1, pytest.param(2, marks=only_when_wanted)])
+def test_failovers_lose_nothing_that_was_acknowledged(pair: Pair, place: Workplace, failovers: int) -> None:
+    """The primary dies under load; the second time it is the one that took over the first time."""
     pair.synchronous()
     processes = [place.daemon() for _ in range(2)]
     with Client(pair.url) as client:
-        for _ in range(2):
+        for number in range(failovers):
+            if number > 0:
+                pair.standby.copy_of(pair.primary)
+                pair.standby.start()
+                pair.synchronous()
             client.goes_on()
-            place.wait_for_notes("end", count=len(place.notes("end")) + 20)
+            place.wait_for_notes("end", count=len(place.notes("end")) + 20, timeout_seconds=SOON_SECONDS)
             pair.primary.crash()
-            died = len(place.notes("start"))
-            since = pair.fail_over()
+            before = place.notes("start")
+            pair.fail_over()
+            assert max(note.fence for note in before) <= pair.primary.value("SELECT last_value FROM fence_seq")
             place.reconnect()
-            place.wait_for_notes("end", count=len(place.notes("end")) + 20)
-            assert time.monotonic() - since < 5
+            place.wait_for_notes("end", count=len(place.notes("end")) + 20, timeout_seconds=SOON_SECONDS)
             client.goes_on()
-            starts = place.notes("start")
-            fences_rise(starts[:died], starts[died:])
-            pair.standby.copy_of(pair.primary)
-            pair.standby.start()
-            pair.synchronous()
+    assert max(Counter(note.fence for note in place.notes("start")).values()) == 1
     nothing_is_lost(place, client, *processes)
     for process in processes:
         assert process.find("database_restored")
 
 
+@only_when_wanted
 def test_an_old_primary_that_nobody_told_can_acknowledge_nothing(pair: Pair, place: Workplace) -> None:
     """Its standby has left it. Daemons that are still there wait; when it is stopped they go on with the new one, and when it comes
     back, with commits that only it has, it is left alone."""
@@ -155,6 +158,7 @@ def test_an_old_primary_that_nobody_told_can_acknowledge_nothing(pair: Pair, pla
     nothing_is_lost(place, client, *processes)
 
 
+@only_when_wanted
 def test_a_primary_that_turns_read_only_is_left_with_its_connections_open(pair: Pair, place: Workplace) -> None:
     """25006 is an outage: finished work waits for its end. The listener moves too, though its old connection still answers."""
     pair.synchronous()
@@ -189,6 +193,7 @@ def add_for_later(place: Workplace, jobs: int) -> list[int]:
     return [row.id for row in rows]
 
 
+@only_when_wanted
 def test_while_the_standby_is_away_everybody_waits(pair: Pair, place: Workplace) -> None:
     pair.synchronous()
     processes = [place.daemon() for _ in range(2)]
@@ -205,6 +210,7 @@ def test_while_the_standby_is_away_everybody_waits(pair: Pair, place: Workplace)
     nothing_is_lost(place, client, *processes)
 
 
+@only_when_wanted
 def test_claims_without_an_answer_do_not_take_every_connection(pair: Pair, place: Workplace) -> None:
     """While the standby is away each of them keeps its session in the server, and nobody can stop it."""
     pair.synchronous()
@@ -242,7 +248,7 @@ def test_after_an_asynchronous_failover_the_recipe_lets_no_fence_be_drawn_twice(
     pair.standby.set("primary_conninfo", "")
     wait_for(lambda: pair.primary.value("SELECT count(*) FROM pg_stat_replication") == 0)
     place.db.execute("UPDATE jobs SET available_at = now()")
-    wait_for(lambda: place.states() == {"succeeded": 100, "running": 1}, 20)
+    wait_for(lambda: place.states() == {"succeeded": 100, "running": 1}, SOON_SECONDS)
     lost = place.notes("start")
     pair.primary.crash()
 
@@ -252,7 +258,7 @@ def test_after_an_asynchronous_failover_the_recipe_lets_no_fence_be_drawn_twice(
         for statement in statements[: jump - 1]:
             db.execute(statement)
     with pair.standby.connect() as db:
-        told = place.wait_for_notes("told:lease_untrusted", "long")
+        told = place.wait_for_notes("told:lease_untrusted", "long", timeout_seconds=SOON_SECONDS)
         # The daemons stay out; and the jump is needed, as these fences would come again.
         time.sleep(LEASE_SECONDS)
         sessions = db.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%claim'").fetchone()
@@ -264,9 +270,9 @@ def test_after_an_asynchronous_failover_the_recipe_lets_no_fence_be_drawn_twice(
             db.execute(statement)
     place.reconnect()
     place.db.execute("UPDATE jobs SET available_at = now(), payload = '{}'")
-    place.wait_until_all("succeeded", 20)
+    place.wait_until_all("succeeded", SOON_SECONDS)
     again = [note for note in place.notes("start") if note not in lost]
-    assert len(again) == 101
+    assert len(again) >= 101
     fences_rise(lost, again)
     assert told[0].at_seconds < next(note.at_seconds for note in again if note.key == "long")
     assert place.ledger() == dict.fromkeys([long, *ids], 1)

@@ -26,12 +26,12 @@ from worker.store.audit import (
 from worker.torture import notes, other_rules, timing
 from worker.torture.breaches import RULES, Findings
 from worker.torture.checking import read_log
-from worker.torture.daemons import Asked, Life, Slot, check_exits
+from worker.torture.daemons import Asked, Life, Slot, check_exits, is_textbook, slot_of
 from worker.torture.handlers import POISON
-from worker.torture.job_rules import JobFacts, JobRules, Reap
+from worker.torture.job_rules import Claim, JobFacts, JobRules, Reap
 from worker.torture.notes import Notebook
 from worker.torture.other_rules import Excuse, Run
-from worker.torture.timing import Ended, Killed
+from worker.torture.timing import Ended, Killed, Usual
 
 SECOND = 1_000_000
 LEASE = 3 * SECOND
@@ -970,6 +970,93 @@ def test_a_handler_has_stopped_before_the_next_attempt_starts(
     assert broken(findings) == rules
 
 
+def claims(*suspects: int) -> dict[int, Claim]:
+    return {fence: Claim(1, "effect", "t0-1", 0, fence, fence in suspects) for fence in (101, 102, 103)}
+
+
+BESIDE = SECOND_RUN._replace(process="t0-1", started_at=1.5)
+
+
+@pytest.mark.parametrize(
+    ("noted", "suspects", "died_at", "rules"),
+    [
+        ([FIRST, BESIDE._replace(started_at=2.0)], (101, 102), {}, set()),
+        ([BESIDE, FIRST], (101, 102), {}, {"one_suspect"}),
+        ([FIRST, BESIDE], (101,), {}, set()),
+        ([FIRST, BESIDE._replace(process="t1-1")], (101, 102), {}, set()),
+        ([FIRST._replace(ended_at=None), BESIDE], (101, 102), {}, {"one_suspect"}),
+        ([FIRST._replace(ended_at=None), BESIDE], (101, 102), {"t0-1": 9.0}, {"one_suspect"}),
+    ],
+)
+def test_a_process_runs_one_suspect_at_a_time(
+    noted: list[Run], suspects: tuple[int, ...], died_at: dict[str, float], rules: set[str]
+) -> None:
+    findings = Findings()
+    other_rules.check_suspects(noted, findings, claims(*suspects), died_at)
+    assert broken(findings) == rules
+    assert findings.tried["one_suspect"] > 0
+
+
+@pytest.mark.parametrize(
+    ("started_at", "excuses", "rules"),
+    [
+        (11.0, [], set()),
+        (13.02, [], set()),
+        (13.2, [], {"live_start"}),
+        (14.9, [], set()),
+        (16.2, [], {"live_start"}),
+        (16.2, [Excuse("t0-1", 15.0, 16.5)], set()),
+        (16.2, [Excuse("t1-1", 15.0, 16.5)], {"live_start"}),
+        (16.2, [Excuse("t0-1", 11.0, 12.5)], {"live_start"}),
+    ],
+)
+def test_a_handler_starts_while_its_lease_is_live(started_at: float, excuses: list[Excuse], rules: set[str]) -> None:
+    """Claimed at 10 for 3 s; renewed, too late for whoever starts before, at 14 for 2 s."""
+    leases = {101: [(10 * SECOND, 13 * SECOND), (14 * SECOND, 16 * SECOND)]}
+    findings = Findings()
+    run = FIRST._replace(started_at=started_at, ended_at=started_at + 1)
+    other = run._replace(fence=7, kind="lease")
+    other_rules.check_starts([run, other], findings, leases=leases, excuses=excuses, database_us=lambda at: round(at * SECOND))
+    assert broken(findings) == rules
+    assert findings.tried["live_start"] == 1
+
+
+def test_the_leases_that_starts_are_judged_by_are_those_of_the_history() -> None:
+    history = History()
+    history.add()
+    history.claim()
+    history.renew()
+    rules = JobRules(Findings())
+    for change in history.changes:
+        rules.feed(change)
+    [(claimed, until), (renewed, later)] = rules.facts.leases[101]
+    assert (until - claimed, later - renewed) == (LEASE, LEASE)
+    assert renewed > claimed
+
+
+def test_a_claim_of_more_than_there_is_room_for_is_found() -> None:
+    one, other = Claim(1, "effect", "t1-1", 0, 1000, False), Claim(2, "effect", "t1-1", 0, 1000, False)
+    for taken, rules in (
+        ([one, other._replace(txid=1001)], set()),
+        ([one, other], {"room"}),
+        ([one, other._replace(process="t0-1")], set()),
+    ):
+        findings = Findings()
+        other_rules.check_room(taken, findings, most=lambda process: 1 if is_textbook(slot_of(process)) else 300)
+        assert broken(findings) == rules
+
+
+def test_a_process_that_stops_cleanly_and_leaves_a_job_behind_is_found() -> None:
+    stopped = {"t0-1": 10 * SECOND, "t1-1": 10 * SECOND}
+    findings = Findings()
+    earlier, others = Reap("t0-1", 9 * SECOND, 0), Reap("t2-1", 90 * SECOND, 0)
+    other_rules.check_deploys(stopped, [earlier, others], findings)
+    assert broken(findings) == set()
+    assert findings.tried["deploy"] == 2
+    other_rules.check_deploys(stopped, [Reap("t0-1", 13 * SECOND, 0)], findings)
+    assert broken(findings) == {"deploy"}
+
+
 @pytest.mark.parametrize(
     ("events", "rules"),
     [
@@ -1030,6 +1117,12 @@ def test_a_process_that_ends_otherwise_than_asked_is_found(
     assert broken(findings) == rules
 
 
+def test_who_comes_too_late_to_end_a_process_does_not_hide_that_it_ended_by_itself(tmp_path: Path) -> None:
+    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
+    slot.lives.append(Life("t0-1", cast("Any", Process(1)), None))
+    assert [slot.ask(asked).asked for asked in ("kill", "term")] == ["nothing", "nothing"]
+
+
 def test_a_job_that_kills_its_process_explains_its_end(tmp_path: Path) -> None:
     slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
     slot.lives.append(Life("t0-1", cast("Any", Process(-9)), None))
@@ -1076,28 +1169,73 @@ def test_a_recovery_beyond_the_lease_and_two_seconds_is_found() -> None:
     ]
     assert timing.recovery(in_time, killed, findings, lease_seconds=3) == (1, 3.0, 3.0, 3.0, 5.0)
     assert broken(findings) == set()
+    expired = [reap._replace(expired=12 * SECOND) for reap in timing.recovered(in_time, killed)]
+    assert timing.after_expiry(expired, reap_seconds=0.5) == (1, 1.0, 1.0, 1.0, 0.5)
     timing.recovery([Reap("t0-1", 16 * SECOND, 0)], killed, findings, lease_seconds=3)
     assert broken(findings) == {"recovery"}
 
 
-def test_a_throughput_that_does_not_come_back_is_found() -> None:
+TEN = Usual(10, 10)
+
+
+def jobs(begin: float, seconds: float, *, per_second: float = 10) -> list[int]:
+    """Moments of completions, evenly; the first one after its share of time."""
+    return [round((begin + number / per_second) * SECOND) for number in range(1, int(seconds * per_second) + 1)]
+
+
+def returned(completed: list[int], *faults: Ended, usual: Usual = TEN) -> tuple[dict[str, timing.Returns], list[str]]:
     findings = Findings()
-    ended = [Ended("reset", 100 * SECOND, 111 * SECOND)]
-    steadily = [100 * SECOND + number * SECOND // 10 for number in range(200)]
-    assert timing.returns(steadily, ended, findings, usual_per_second=10) == {"reset": [0.8]}
-    after_a_gap = [at + 4 * SECOND for at in steadily]
-    assert timing.returns(after_a_gap, ended, findings, usual_per_second=10) == {"reset": [4.8]}
-    assert broken(findings) == set()
-    timing.returns([at + 12 * SECOND for at in steadily], ended, findings, usual_per_second=10)
-    timing.returns(steadily[::2], ended, findings, usual_per_second=10)
-    assert [breach.rule for breach in findings.breaches] == ["return", "return"]
-    assert broken(findings) == {"return"}
-    cut_short = [Ended("reset", 100 * SECOND, 104 * SECOND)]
-    assert timing.returns([], cut_short, findings, usual_per_second=10) == {}
+    found = timing.returns(completed, faults, findings, usual=usual)
+    return dict(found), [breach.text for breach in findings.breaches]
+
+
+def a_reset(began: float, ended: float, *, watched_seconds: float = 11) -> Ended:
+    return Ended("reset", round(began * SECOND), round(ended * SECOND), round((ended + watched_seconds) * SECOND))
+
+
+def test_the_return_is_the_end_of_the_first_full_second_after_the_fault() -> None:
+    before = jobs(90, 10)
+    assert returned(before + jobs(105, 20), a_reset(100, 105)) == ({"reset": (1, 1.0, 1.0, 10.0)}, [])
+    assert returned(before + jobs(109, 20), a_reset(100, 105)) == ({"reset": (1, 4.9, 4.9, 10.0)}, [])
+    # What was completed while the fault was in force does not count, nor does a rate below nine tenths.
+    assert returned(before + jobs(100, 5) + jobs(105, 3, per_second=1) + jobs(108, 9), a_reset(100, 105))[0]["reset"].worst == 3.8
+
+
+def test_a_throughput_that_does_not_come_back_in_time_is_found() -> None:
+    before = jobs(90, 10)
+    found, texts = returned(before + jobs(116, 20), a_reset(100, 105, watched_seconds=20))
+    assert found == {"reset": (1, 11.9, 11.9, 10.0)}
+    assert texts == ["reset: nine tenths of 10 jobs/s after 11.9 s"]
+    found, texts = returned(before + jobs(105, 60, per_second=8), a_reset(100, 105))
+    assert found == {"reset": (1, None, None, 10.0)}
+    assert texts == ["reset: nine tenths of 10 jobs/s after more"]
+    assert returned(before, a_reset(100, 105, watched_seconds=4)) == ({}, [])
+
+
+def test_a_fault_is_measured_by_the_seconds_before_it() -> None:
+    wide = Usual(10, 40)
+    twice = [*jobs(90, 10, per_second=20), *jobs(105, 60)]
+    assert returned(twice, a_reset(100, 105), usual=wide) == (
+        {"reset": (1, None, None, 20.0)},
+        ["reset: nine tenths of 20 jobs/s after more"],
+    )
+    # Not by a backlog that was caught up with, nor by what an earlier fault has left.
+    assert returned([*jobs(90, 10, per_second=90), *jobs(105, 60)], a_reset(100, 105)) == ({"reset": (1, 1.0, 1.0, 10.0)}, [])
+    assert returned([*jobs(90, 10, per_second=1), *jobs(105, 60, per_second=1)], a_reset(100, 105))[1] != []
+
+
+def test_the_returns_of_a_kind_have_a_median_and_a_worst() -> None:
+    ends = (105, 205, 305, 405)
+    completed = [moment for end, gap in zip(ends, (0, 2, 4, 9), strict=True) for moment in jobs(end - 15, 10) + jobs(end + gap, 20)]
+    faults = [a_reset(end - 5, end) for end in ends]
+    other = faults[0]._replace(fault="kill")
+    found, texts = returned(completed, *faults, other)
+    assert found == {"reset": (4, 2.9, 9.9, 10.0), "kill": (1, 1.0, 1.0, 10.0)}
+    assert texts == []
 
 
 def test_every_rule_has_a_history_that_breaks_it() -> None:
     tables = [rules for _, rules in BAD] + [rules for _, rules in LEASES.values()] + [rules for *_, rules in SLOTS.values()]
     by_themselves = {"guarded", "started_once", "told_to_stop", "no_start_after_shutdown"}
-    by_themselves |= {"log_lines", "exits", "recovery", "return"}
+    by_themselves |= {"log_lines", "exits", "recovery", "return", "room", "one_suspect", "live_start", "deploy"}
     assert set().union(*tables) | by_themselves == RULES.keys()

@@ -160,11 +160,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _print_report(document: dict[str, Any]) -> None:
-    faults = document["faults"]
-    returns = document["return_seconds"]
+    faults, unseen, returns = document["faults"], document["faults_without_effect"], document["return_seconds"]
     print_rows(
-        ("fault", "times", "nine tenths back after s"),
-        [(name, times, max(filter(None, returns.get(name, [])), default=None)) for name, times in sorted(faults.items())],
+        ("fault", "times", "without effect", "alone", "nine tenths back after s (median)", "(worst)"),
+        [
+            (name, faults.get(name, 0), unseen.get(name, 0), *_returned(returns.get(name)))
+            for name in sorted(faults.keys() | unseen.keys())
+        ],
         nothing="no fault was injected",
     )
     print_rows(("what", "count"), [*document["counts"].items()], nothing="")
@@ -175,6 +177,11 @@ def _print_report(document: dict[str, Any]) -> None:
     print_line(
         f"recovery after SIGKILL: {recovery['jobs']} jobs, p50 {_seconds(recovery['p50'])}, p99 {_seconds(recovery['p99'])},"
         f" limit {_seconds(recovery['limit'])}"
+    )
+    late = document["reaped_after_expiry_seconds"]
+    print_line(
+        f"reaped after their leases were over: p50 {_seconds(late['p50'])}, p99 {_seconds(late['p99'])},"
+        f" looked for every {_seconds(late['limit'])}"
     )
     for name, why in document["skipped"].items():
         print_line(f"skipped {name}: {why}")
@@ -188,6 +195,12 @@ def _print_report(document: dict[str, Any]) -> None:
         print_line(f"BREACH {breach['rule']}: {breach['text']}")
         for row in breach["rows"]:
             print_line(f"    {safe(str(row))}")
+
+
+def _returned(times: dict[str, Any] | None) -> tuple[object, object, object]:
+    if times is None:
+        return 0, None, None
+    return times["times"], *(f"{times[name]:.1f}" if times[name] is not None else "not" for name in ("median", "worst"))
 
 
 def _seconds(seconds: float | None) -> str:

@@ -119,7 +119,7 @@ WHERE datname = current_database() AND pid <> pg_backend_pid() AND application_n
 ORDER BY pid
 """
 WAITING = BACKENDS.replace("ORDER BY", "AND wait_event = 'SyncRep'\nORDER BY")
-TERMINATE = "SELECT pg_terminate_backend(pid) FROM unnest($1::int[]) AS pid"
+TERMINATE = "SELECT count(*) FILTER (WHERE pg_terminate_backend(pid)) FROM unnest($1::int[]) AS pid"
 
 
 async def backends(connection: Connection, *, like: str, wait_for_standby: bool = False) -> list[int]:
@@ -127,12 +127,19 @@ async def backends(connection: Connection, *, like: str, wait_for_standby: bool 
     return [row[0] for row in await connection.fetch(WAITING if wait_for_standby else BACKENDS, like)]
 
 
-async def terminate(connection: Connection, pids: Sequence[int]) -> None:
-    """As the sessions' own role, or as superuser."""
-    await connection.execute(TERMINATE, list(pids))
+async def terminate(connection: Connection, pids: Sequence[int]) -> int:
+    """As the sessions' own role, or as superuser. Returns how many were there to be ended."""
+    return int(await connection.fetchval(TERMINATE, list(pids)))
 
 
 # --- faults of the whole server, as superuser
+
+STARTED = "SELECT pg_postmaster_start_time()::text"
+
+
+async def server_started(connection: Connection) -> str:
+    """Which start of the server this is."""
+    return str(await connection.fetchval(STARTED))
 
 
 async def set_server(connection: Connection, name: str, value: str) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 
 RULES: Final[Mapping[str, str]] = {
     "one_live_lease": "nobody takes a job or a named lease while its lease is live by the database's clock",
+    "room": "a claim takes no more than it has room for: one row in the textbook shape",
     "owner_writes": "an attempt is renewed, completed, failed and released by its owner only",
     "renewal": "a renewal extends a live lease and changes nothing else",
     "fence_rises": "each claim and each acquisition has a higher fence than those before, and no two have the same",
@@ -25,8 +26,11 @@ RULES: Final[Mapping[str, str]] = {
     "not_lost": "every acknowledged job is there, and has ended",
     "unbroken": "the history of a row has no gap, and ends with the row as it stands",
     "started_once": "a handler starts once a claim, in the process that claimed; so does a block under a named lease",
+    "live_start": "a handler starts under a lease that is live",
+    "one_suspect": "a process runs one job at a time with which a process was lost before",
     "told_to_stop": "a handler, or a block under a lease, that can be stopped has stopped before the next one starts",
     "no_start_after_shutdown": "no handler starts after its process has logged shutdown_started",
+    "deploy": "a process that says it has stopped cleanly leaves no job to the end of its lease",
     "lease_by_holder": "a named lease is renewed and released by its holder, while it is live",
     "guarded": "a resource that checks fences lets no stale one pass",
     "slot_once": "a slot of the generator is produced once, by whoever holds its lease",

@@ -15,11 +15,11 @@ from worker.store.audit import FinalRow
 from worker.store.connection import Database
 from worker.torture import handlers, notes, other_rules, timing
 from worker.torture.breaches import RULES, Breach, Findings
-from worker.torture.daemons import check_exits
+from worker.torture.daemons import MOST_AT_ONCE, REAP_SECONDS, check_exits, is_textbook, slot_of
 from worker.torture.field import Field
 from worker.torture.job_rules import JobFacts, JobRules
 from worker.torture.other_rules import Excuse, Run
-from worker.torture.running import NOTES_FILE, Passed, Wish
+from worker.torture.running import Passed, Wish
 from worker.version import VERSION
 
 SHOWN_BREACHES: Final = 100
@@ -33,7 +33,7 @@ async def check(passed: Passed, wish: Wish, database: Database) -> tuple[Finding
     """Every rule against the recorded history. Returns what was found, and the document of the report but for its head."""
     field = passed.field
     findings = Findings()
-    runs = list(notes.read(field.directory / NOTES_FILE))
+    runs = list(notes.read(field.notes))
     connection = await database.connect("torture", statement_timeout_seconds=_STATEMENT_SECONDS)
     try:
         rules = JobRules(findings)
@@ -61,27 +61,32 @@ async def check(passed: Passed, wish: Wish, database: Database) -> tuple[Finding
             fence: (str(claim.job_id), claim.process) for fence, claim in rules.facts.claims.items()
         }
         other_rules.check_runs(runs, findings, claimed | acquired)
-        _check_stops(field, runs, findings, rules.facts.cancelled)
+        other_rules.check_room(rules.facts.claims.values(), findings, most=_most_at_once)
+        _check_handlers(field, runs, findings, rules.facts)
         histories = [change._asdict() async for change in audit.changes(connection, database, of=_jobs_of(findings))]
     finally:
         connection.terminate()
     logged, lines = _check_logs(field, findings, {history["job_id"] for history in histories})
     check_exits(field.slots, runs, findings, lease_seconds=wish.lease_seconds)
     recovery = timing.recovery(rules.facts.reaps, field.killed, findings, lease_seconds=wish.lease_seconds)
-    returns = timing.returns(rules.facts.completed_at, field.ended, findings, usual_per_second=passed.usual_per_second)
+    late = timing.after_expiry(timing.recovered(rules.facts.reaps, field.killed), reap_seconds=REAP_SECONDS)
+    returns = timing.returns(rules.facts.completed_at, field.ended, findings, usual=passed.usual)
     return findings, {
         "quiet": passed.quiet,
         "acknowledged": len(field.load.acknowledged),
         "counts": dict(sorted(rules.facts.counts.items())),
         "faults": dict(field.injected),
+        "faults_without_effect": dict(field.unseen),
+        "sessions_ended": dict(field.terminated),
         "processes_started": sum(len(slot.lives) for slot in field.slots),
         "stale_attempts_refused": _came_back_late(rules.facts, runs, field),
         "commits_without_answer": field.lost_commits
-        + sum(slot.proxy.lost_commits for slot in field.slots if slot.proxy is not None),
+        + sum(slot.proxy.lost_commits.total() for slot in field.slots if slot.proxy is not None),
         "abandoned_by_their_process": dict(logged),
-        "usual_per_second": round(passed.usual_per_second, 1),
+        "usual_per_second": round(passed.usual.least, 1),
         "recovery_seconds": recovery._asdict(),
-        "return_seconds": returns,
+        "reaped_after_expiry_seconds": late._asdict(),
+        "return_seconds": {fault: times._asdict() for fault, times in returns.items()},
         "rules": {
             name: {
                 "promise": promise,
@@ -97,12 +102,19 @@ async def check(passed: Passed, wish: Wish, database: Database) -> tuple[Finding
     }
 
 
-def _check_stops(field: Field, runs: list[Run], findings: Findings, cancelled: set[int]) -> None:
-    died_at = {life.name: life.ended_at for slot in field.slots for life in slot.lives if life.ended_at is not None}
-    excuses = [excuse for slot in field.slots for excuse in slot.excuses]
-    other_rules.check_stops(
-        runs, findings, died_at=died_at, excuses=excuses + _blocked(runs), deaf_kinds=handlers.DEAF, cancelled=cancelled
-    )
+def _most_at_once(process: str) -> int:
+    return 1 if is_textbook(slot_of(process)) else MOST_AT_ONCE
+
+
+def _check_handlers(field: Field, runs: list[Run], findings: Findings, facts: JobFacts) -> None:
+    lives = [life for slot in field.slots for life in slot.lives]
+    died_at = {life.name: life.ended_at for life in lives if life.ended_at is not None}
+    excuses = [excuse for slot in field.slots for excuse in slot.excuses] + _blocked(runs)
+    other_rules.check_stops(runs, findings, died_at=died_at, excuses=excuses, deaf_kinds=handlers.DEAF, cancelled=facts.cancelled)
+    other_rules.check_suspects(runs, findings, facts.claims, died_at)
+    other_rules.check_starts(runs, findings, leases=facts.leases, excuses=excuses, database_us=field.database_us)
+    cleanly = (life for life in lives if life.asked == "term" and life.process.poll() == 0 and life.ended_at is not None)
+    other_rules.check_deploys({life.name: field.database_us(life.ended_at) for life in cleanly}, facts.reaps, findings)
 
 
 def _jobs_of(findings: Findings) -> list[int]:

@@ -5,14 +5,19 @@ Most are daemons (`worker run`); a few produce jobs (`worker generator run`) or 
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import termios
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Final, Literal
 
@@ -34,7 +39,12 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 _MEASURING_SECONDS: Final = 1.0
 """A busy machine lets us notice late that a process has ended."""
 _STARTING_SECONDS: Final = 3.0
+_A_JUMP_SECONDS: Final = 300.0
+"""More than a process lives to see its clock moved, and less than any jump."""
+_PIPE_BYTES: Final = 4096
 _TEXTBOOK: Final = {"WORKER_CLAIM_BATCH": "1", "WORKER_COMMIT_BATCH": "1"}
+MOST_AT_ONCE: Final = 300
+"""Jobs that a claim takes in the other shape."""
 
 COMMANDS: Final[Mapping[str, Sequence[str]]] = {
     "daemon": ("-m", "worker", "run"),
@@ -75,6 +85,16 @@ def daemon_environ(*, schema: str, lease_seconds: float, directory: Path, notes:
     }
 
 
+def is_textbook(number: int) -> bool:
+    """Whether the daemons of this slot claim and commit one job at a time."""
+    return number % 2 == 1
+
+
+def slot_of(process: str) -> int:
+    """The number of the slot in which the process of this name lives."""
+    return int(process.partition("-")[0].removeprefix("t"))
+
+
 @dataclass(slots=True)
 class Life:
     """One process, from start to end."""
@@ -87,6 +107,11 @@ class Life:
     asked: Asked = "nothing"
     asked_at: float = 0.0
     ended_at: float | None = None
+
+    def clock_jumped(self) -> bool:
+        """Whether the moments in its log are further from each other than it has lived."""
+        moments = sorted(_moments(self.log))
+        return bool(moments) and (moments[-1] - moments[0]).total_seconds() > _A_JUMP_SECONDS
 
 
 class Slot:
@@ -103,7 +128,7 @@ class Slot:
         self.excuses: list[Excuse] = []
         self.mishandled = asyncio.Lock()
         """Held while a fault has this process in its hands."""
-        self._environ = {**environ, **(_TEXTBOOK if number % 2 else {})}
+        self._environ = {**environ, **(_TEXTBOOK if is_textbook(number) else {})}
         self._directory = directory
         self._url = url
         self._next_log: Log = "file"
@@ -120,7 +145,7 @@ class Slot:
         self._next_environ = environ or {}
 
     def start(self) -> None:
-        name = f"t{self.number}-{len(self.lives) + 1}"
+        name = f"t{self.number}-{len(self.lives) + 1}"  # see slot_of
         path = self._directory / f"{name}.log" if self._next_log == "file" else None
         command = [sys.executable, *COMMANDS[self.sort]]
         # If the torture itself is killed, its daemons must not go on working.
@@ -144,24 +169,38 @@ class Slot:
         if self._next_log == "full_disk":
             return open("/dev/full", "wb")
         reader, writer = os.pipe()
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # full in no time
         self._unread.append(reader)
         return os.fdopen(writer, "wb")
 
+    def has_nowhere_to_write(self) -> bool:
+        """Whether the process of this moment is alive, its log on a full disk, or in a pipe that is as good as full."""
+        life, log = self.life, self._next_log
+        if life.process.poll() is not None or life.log is not None:
+            return False
+        if log == "full_disk":
+            return True
+        unread = array.array("i", [0])
+        fcntl.ioctl(self._unread[-1], termios.FIONREAD, unread)
+        return unread[0] > _PIPE_BYTES / 2
+
     def ask(self, asked: Asked) -> Life:
-        """SIGTERM or SIGKILL for the process of this moment."""
+        """SIGTERM or SIGKILL for the process of this moment, unless it has ended: then that stays its own doing."""
         life = self.life
-        life.asked, life.asked_at = asked, local_seconds()
         if life.process.poll() is None:
+            life.asked, life.asked_at = asked, local_seconds()
             life.process.send_signal(signal.SIGTERM if asked == "term" else signal.SIGKILL)
         return life
 
-    async def freeze(self, seconds: float) -> None:
-        """Let it stand still."""
+    async def freeze(self, seconds: float) -> bool:
+        """Let it stand still. Returns whether it did, to the end."""
         life = self.life
         began_at = local_seconds()
         os.kill(life.process.pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
+            return _stands_still(life.process)
         finally:
             if life.process.poll() is None:
                 os.kill(life.process.pid, signal.SIGCONT)
@@ -188,6 +227,14 @@ class Slot:
     async def wait_ended(self, life: Life, seconds: float) -> bool:
         until = local_seconds() + seconds
         while not _note_end(life):
+            if local_seconds() > until:
+                return False
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        return True
+
+    async def wait_replaced(self, life: Life, seconds: float) -> bool:
+        until = local_seconds() + seconds
+        while self.life is life:
             if local_seconds() > until:
                 return False
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
@@ -228,6 +275,23 @@ def _note_end(life: Life) -> bool:
     if life.ended_at is None:
         life.ended_at = local_seconds()
     return True
+
+
+def _stands_still(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it is stopped, as its parent is told."""
+    if process.poll() is not None:
+        return False
+    stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    return stopped is not None and stopped.si_status == signal.SIGSTOP
+
+
+def _moments(log: Path | None) -> Iterator[datetime]:
+    """Of the lines of a log, by the clock of the process."""
+    for line in log.read_text("utf-8", "replace").splitlines() if log is not None and log.exists() else ():
+        try:
+            yield datetime.fromisoformat(json.loads(line)["timestamp"])
+        except (ValueError, TypeError, KeyError):
+            pass  # for the check of the log to see
 
 
 def _last_line(log: Path | None) -> str:

@@ -17,6 +17,8 @@ from worker.torture.load import Load, Operator
 from worker.torture.server import OwnServer
 from worker.torture.timing import Done, Ended, Killed
 
+NOTES_FILE: Final = "notes"
+
 _US: Final = 1_000_000
 _DAEMONS_SHARE: Final = 0.6
 
@@ -35,6 +37,11 @@ class Field:
     server_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a fault has the whole server in its hands."""
     injected: Counter[str] = field(default_factory=Counter)
+    """Faults whose effect was seen."""
+    unseen: Counter[str] = field(default_factory=Counter)
+    """Faults that were tried, and did nothing that could be seen."""
+    terminated: Counter[str] = field(default_factory=Counter)
+    """Sessions that were ended, by role."""
     lost_commits: int = 0
     """Whose answers were lost at the server; the proxies count those that were lost on the way."""
     killed: list[Killed] = field(default_factory=list)
@@ -46,9 +53,17 @@ class Field:
     def daemons(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.sort == "daemon"]
 
-    def pick(self, chance: random.Random) -> Slot:
-        """Mostly a daemon; now and then one of the others."""
-        return chance.choice(self.daemons if chance.random() < _DAEMONS_SHARE else self.slots)
+    @property
+    def notes(self) -> Path:
+        return self.directory / NOTES_FILE
+
+    def pick(self, chance: random.Random, *, talks: bool = False) -> Slot:
+        """Mostly a daemon; now and then one of the others, if it need not be one that `talks` (writes a log)."""
+        return chance.choice(self.daemons if talks or chance.random() < _DAEMONS_SHARE else self.slots)
+
+    def ends_by_themselves(self) -> int:
+        """How many processes have ended so far though nobody asked them to."""
+        return sum(life.asked == "nothing" and life.process.poll() is not None for slot in self.slots for life in slot.lives)
 
     async def read_clock(self, connection: Connection) -> None:
         """Learn how far the database's clock is ahead of ours; needed for figures only."""

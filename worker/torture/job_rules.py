@@ -42,6 +42,9 @@ class Claim(NamedTuple):
     kind: str
     process: str | None
     at: int
+    txid: int
+    is_suspect: bool
+    """A process was lost with it before."""
 
 
 class Reap(NamedTuple):
@@ -61,6 +64,8 @@ class JobFacts:
     """By fence."""
     completions: dict[tuple[int, int, int], Change] = field(default_factory=dict)
     """By (txid, job, fence)."""
+    leases: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """By fence: from when on it was to live until when; one entry for the claim, and one for each renewal."""
     reaps: list[Reap] = field(default_factory=list)
     taken: dict[int, int] = field(default_factory=dict)
     """Fence to the moment at which the job was taken from that attempt, by the reaper or by a cancellation."""
@@ -172,7 +177,8 @@ class JobRules:
         expect(_process(change) == process, "owner_writes", "claimed for somebody else", change)
         expect((new.until or 0) > change.begun, "one_live_lease", "claimed with a lease that is over", change)
         self._highest_fence = max(self._highest_fence, new.fence)
-        self.facts.claims[new.fence] = Claim(change.job_id, change.kind, process, change.at)
+        self.facts.claims[new.fence] = Claim(change.job_id, change.kind, process, change.at, change.txid, old.crashes > 0)
+        self.facts.leases[new.fence] = [(change.at, new.until or 0)]
         self.facts.draws.append(Draw(change.begun, change.at, new.fence, whose))
 
     def _renewed(self, change: Change, old: Standing, new: Standing) -> None:
@@ -185,6 +191,7 @@ class JobRules:
         expect(_process(change) == process_of(old.owner), "owner_writes", "renewed by somebody who does not own it", change)
         expect((old.until or 0) > change.begun, "renewal", "renewed after it had expired", change)
         expect((new.attempts, new.crashes) == (old.attempts, old.crashes), "renewal", "more than the lease was changed", change)
+        self.facts.leases.setdefault(new.fence, []).append((change.at, new.until or 0))
 
     def _succeeded(self, change: Change, old: Standing, new: Standing) -> None:
         expect = self._findings.expect

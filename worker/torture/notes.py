@@ -31,10 +31,15 @@ class Notebook:
         os.write(self._file, f"{word} {subject} {fence} {kind} {self._process} {local_seconds():.6f}\n".encode())
 
 
-def read(path: Path) -> Iterator[Run]:
-    """Every run that was noted; without an end where the process was gone before."""
+def size(path: Path) -> int:
+    """Where what is noted from now on will begin."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def read(path: Path, *, begin: int = 0) -> Iterator[Run]:
+    """Every run that was noted, from `begin` on; without an end where the process was gone before."""
     unended: dict[tuple[str, int], Run] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_bytes()[begin:].decode().splitlines() if path.exists() else ():
         word, subject, fence, kind, process, at = line.split(" ")
         key = (process, int(fence))
         if word == "start":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from worker.store.audit import Change, GuardedRow, LeaseChange, LeaseStanding, Slots
 from worker.torture.breaches import Findings
-from worker.torture.job_rules import JobFacts
+from worker.torture.job_rules import Claim, JobFacts, Reap
 
 # A named lease is judged by clock_timestamp() within the statement, a little before the trigger reads it.
 _BETWEEN_READINGS_US: Final = 50_000
@@ -93,6 +95,24 @@ def check_slots(
         expect(False, "slot_once", "produced without moving the mark", *jobs[:5])
 
 
+def check_room(claims: Iterable[Claim], findings: Findings, *, most: Callable[[str], int]) -> None:
+    """No claim takes more rows than its process may take at once. `most`: of the process of that name."""
+    taken = Counter((claim.process or "", claim.txid) for claim in claims)
+    for (process, txid), rows in taken.items():
+        findings.expect(rows <= most(process), "room", f"{process} took {rows} jobs at once, in transaction {txid}")
+
+
+def check_deploys(stopped_at: Mapping[str, int], reaps: Iterable[Reap], findings: Findings) -> None:
+    """Who has stopped cleanly has left nothing behind. `stopped_at`: by process, on the database's clock."""
+    left: dict[str, list[Reap]] = {}
+    for reap in reaps:
+        if reap.at > stopped_at.get(reap.process, reap.at):
+            left.setdefault(reap.process, []).append(reap)
+    for process in stopped_at:
+        jobs = left.get(process, [])
+        findings.expect(not jobs, "deploy", f"{process} left {len(jobs)} jobs to the end of their leases", *jobs[:5])
+
+
 def check_guarded(rows: Iterable[GuardedRow], findings: Findings) -> None:
     """A resource that checks fences lets none pass that is lower than one before."""
     highest: dict[str, GuardedRow] = {}
@@ -136,6 +156,40 @@ def check_runs(runs: Sequence[Run], findings: Findings, owners: Mapping[int, tup
         findings.expect(own, "started_once", "started under a fence that this process was not given", run, owners.get(run.fence))
 
 
+def check_suspects(runs: Iterable[Run], findings: Findings, claims: Mapping[int, Claim], died_at: Mapping[str, float]) -> None:
+    """In each process one after the other."""
+    by_process: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.fence in claims and claims[run.fence].is_suspect:
+            by_process.setdefault(run.process, []).append(run)
+    for process, suspects in by_process.items():
+        suspects.sort(key=lambda run: run.started_at)
+        for run, following in itertools.zip_longest(suspects, suspects[1:]):
+            ended_at = run.ended_at or died_at.get(process, math.inf)
+            alone = following is None or ended_at <= following.started_at
+            findings.expect(alone, "one_suspect", "another one beside it", run, following)
+
+
+def check_starts(
+    runs: Iterable[Run],
+    findings: Findings,
+    *,
+    leases: Mapping[int, Sequence[tuple[int, int]]],
+    excuses: Sequence[Excuse],
+    database_us: Callable[[float], int],
+) -> None:
+    """A handler starts while its lease is live by the database's clock. Not judged: who was stopped between look and start."""
+    by_process = _by_process(excuses)
+    for run in runs:
+        start = database_us(run.started_at)
+        known = [until for at, until in leases.get(run.fence, ()) if at <= start + _BETWEEN_READINGS_US]
+        if not known:
+            continue
+        live = known[-1] >= start - _BETWEEN_READINGS_US
+        excused = any(excuse.begin <= run.started_at <= excuse.end for excuse in by_process.get(run.process, []))
+        findings.expect(live or excused, "live_start", f"started {(start - known[-1]) / 1e6:.3f} s after its lease was over", run)
+
+
 def check_stops(
     runs: Sequence[Run],
     findings: Findings,
@@ -152,9 +206,7 @@ def check_stops(
     by_subject: dict[str, list[Run]] = {}
     for run in runs:
         by_subject.setdefault(run.subject, []).append(run)
-    by_process: dict[str, list[Excuse]] = {}
-    for excuse in excuses:
-        by_process.setdefault(excuse.process, []).append(excuse)
+    by_process = _by_process(excuses)
     for attempts in by_subject.values():
         attempts.sort(key=lambda run: run.started_at)
         for run, following in itertools.pairwise(attempts):
@@ -166,6 +218,13 @@ def check_stops(
                 excuse.begin <= following.started_at and excuse.end >= run.started_at for excuse in by_process.get(run.process, [])
             )
             findings.expect(in_time or excused, "told_to_stop", "still running when the next one started", run, following)
+
+
+def _by_process(excuses: Iterable[Excuse]) -> Mapping[str, Sequence[Excuse]]:
+    found: dict[str, list[Excuse]] = {}
+    for excuse in excuses:
+        found.setdefault(excuse.process, []).append(excuse)
+    return found
 
 
 def check_log(process: str, events: Sequence[Mapping[str, object]], findings: Findings, *, started: str, shutdown: str) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, Literal
 
@@ -55,7 +56,7 @@ class Link:
         """Closed: what the client sends stays here until it is opened, even if the client is gone by then."""
 
     async def run(self) -> None:
-        await self._proxy.network.passed()
+        await self._proxy.let_through()
         from_server, self._server = await self._proxy.connect()
         requests = asyncio.create_task(self._requests(self._server), name="proxy requests")
         answers = asyncio.create_task(self._answers(from_server), name="proxy answers")
@@ -77,6 +78,7 @@ class Link:
         while data := await self._read(self._from_client):
             await self._proxy.carried()
             was_late = not self.late.is_open
+            self._proxy.kept += was_late
             await self.late.passed()
             loss = self._proxy.take_loss() if _is_commit(data) else None
             if loss == "undone":
@@ -115,10 +117,15 @@ class Proxy:
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
         self._links: set[Link] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self._losses: list[Loss] = []
-        self.lost_commits = 0
+        self.lost_commits: Counter[Loss] = Counter()
         self.network = _Gate()
         self.delay_seconds = 0.0
+        self.slowed = 0
+        """Pieces that took longer than they had to."""
+        self.kept = 0
+        """Pieces that stayed on their way."""
         self.port = 0
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -127,9 +134,15 @@ class Proxy:
 
     async def carried(self) -> None:
         """The network's own time, both ways."""
-        await self.network.passed()
+        await self.let_through()
         if self.delay_seconds:
+            self.slowed += 1
             await asyncio.sleep(self.delay_seconds)
+
+    async def let_through(self) -> None:
+        """At once, unless the network carries nothing."""
+        self.kept += not self.network.is_open
+        await self.network.passed()
 
     def lose_commits(self, losses: list[Loss]) -> None:
         """The next COMMITs meet these ends; an empty list: no more."""
@@ -138,8 +151,9 @@ class Proxy:
     def take_loss(self) -> Loss | None:
         if not self._losses:
             return None
-        self.lost_commits += 1
-        return self._losses.pop(0)
+        loss = self._losses.pop(0)
+        self.lost_commits[loss] += 1
+        return loss
 
     def break_off(self) -> int:
         """Reset every connection; how many there were."""
@@ -157,13 +171,17 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link((reader, writer), self)
+        serving = asyncio.current_task()
+        assert serving is not None
         self._links.add(link)
+        self._serving.add(serving)
         try:
             await link.run()
         except OSError:
             link.abort()  # the server cannot be reached
         finally:
             self._links.discard(link)
+            self._serving.discard(serving)
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[Proxy]:
@@ -175,6 +193,8 @@ class Proxy:
             server.close()
             self.network.open()
             self.break_off()
+            if self._serving:
+                await asyncio.wait(self._serving, timeout=2 * _LINGER_SECONDS)
 
 
 def _is_commit(data: bytes) -> bool:

@@ -15,14 +15,12 @@ from worker.store.connection import DATABASE_ERRORS, Connection, Database, safe_
 from worker.torture import plan as plans
 from worker.torture.daemons import Slot, daemon_environ
 from worker.torture.faults import inject
-from worker.torture.field import Field
+from worker.torture.field import NOTES_FILE, Field
 from worker.torture.load import JOBS_PER_SECOND, Load, Operator
 from worker.torture.proxy import Proxy
 from worker.torture.reach import connect_to, url_of
 from worker.torture.server import OwnServer
-from worker.torture.timing import NINE_TENTHS, RETURN_SECONDS, SLACK_SECONDS, WINDOW_SECONDS, Done, Ended
-
-NOTES_FILE: Final = "notes"
+from worker.torture.timing import BEFORE_SECONDS, NINE_TENTHS, RETURN_SECONDS, SLACK_SECONDS, WINDOW_SECONDS, Done, Ended, Usual
 
 _OTHERS: Final = 2
 """Instances of the generator, and programs that live by named leases."""
@@ -30,7 +28,6 @@ _OTHERS: Final = 2
 _START_SECONDS: Final = 60.0
 _COME_BACK_SECONDS: Final = 60.0
 _SETTLE_SECONDS: Final = 1.5
-_MEASURE_SECONDS: Final = 2.0
 _QUIET_SECONDS: Final = 60.0
 _LOOK_AGAIN_SECONDS: Final = 0.2
 _STOP_SECONDS: Final = 20.0
@@ -58,7 +55,7 @@ class Passed:
     """What happened, for the check."""
 
     field: Field
-    usual_per_second: float
+    usual: Usual
     quiet: bool
     """Whether all jobs had ended in time."""
 
@@ -95,7 +92,7 @@ async def tortured(
             usual, quiet = await _run(wish, field, say)
         load.close()
         say("checking")
-        yield Passed(field=field, usual_per_second=usual, quiet=quiet)
+        yield Passed(field=field, usual=usual, quiet=quiet)
     finally:
         operator.close()
         load.close()
@@ -151,8 +148,8 @@ async def _slots(wish: Wish, database: Database, directory: Path, own_server: Ow
                 slot.kill()
 
 
-async def _run(wish: Wish, field: Field, say: Callable[[str], None]) -> tuple[float, bool]:
-    """Returns the usual completions a second, and whether everything had ended in the end."""
+async def _run(wish: Wish, field: Field, say: Callable[[str], None]) -> tuple[Usual, bool]:
+    """Returns what was usual before the first fault, and whether everything had ended in the end."""
     say("starting")
     for slot in field.slots:
         slot.start()
@@ -194,39 +191,50 @@ async def _wait_until_ready(field: Field) -> None:
         await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
 
-async def _measure_usual(field: Field) -> float:
-    await asyncio.sleep(_SETTLE_SECONDS + _MEASURE_SECONDS)
+async def _measure_usual(field: Field) -> Usual:
+    await asyncio.sleep(_SETTLE_SECONDS + BEFORE_SECONDS)
     async with field.operator.session() as connection:
         await field.read_clock(connection)
-        completed, _ = await audit.count_completed(connection, field.operator.database, seconds=_MEASURE_SECONDS)
-    if completed == 0:
+        completed_per_second = await _completed(connection, field)
+    if completed_per_second == 0:
         raise TortureFailed("the daemons complete nothing, before anything was done to them")
-    return min(completed / _MEASURE_SECONDS, len(field.daemons) * JOBS_PER_SECOND)
+    offered_per_second = len(field.daemons) * JOBS_PER_SECOND
+    return Usual(min(completed_per_second, offered_per_second), offered_per_second)
 
 
-async def _torture(wish: Wish, field: Field, usual: float, say: Callable[[str], None]) -> None:
+async def _torture(wish: Wish, field: Field, usual: Usual, say: Callable[[str], None]) -> None:
     until = local_seconds() + wish.seconds
     for step in plans.plan(wish.seed, wish.faults):
-        left = until - local_seconds()
-        if left <= 0:
-            return
-        say(f"{left:.0f} s to go: {' and '.join(step.faults)}")
+        say(f"{until - local_seconds():.0f} s to go: {' and '.join(step.faults)}")
         kills = len(field.killed)
+        before = await field.operator.patiently(_COME_BACK_SECONDS, lambda connection: _completed(connection, field))
         began = field.database_us()
+        unseen = field.unseen.total()
         await inject(field, step)
         ended_at = local_seconds()
         field.done.append(Done(step.faults, began, field.database_us(ended_at)))
-        await _watch_return(field, usual)
-        if len(step.faults) == 1:
-            field.ended.append(Ended(step.faults[0], field.database_us(ended_at), field.database_us()))
+        await _watch_return(field, usual.of(before))
+        back_at = local_seconds()
+        if len(step.faults) == 1 and field.unseen.total() == unseen:
+            field.ended.append(Ended(step.faults[0], began, field.database_us(ended_at), field.database_us()))
             if step.faults == ("kill",):
                 # Nothing else is done until its jobs should be back: their recovery is to be seen alone.
                 await asyncio.sleep(max(ended_at + wish.lease_seconds + SLACK_SECONDS - local_seconds(), 0))
                 field.killed[kills:] = [kill._replace(alone=True) for kill in field.killed[kills:]]
-        await asyncio.sleep(step.pause_seconds)
+        # What comes next is to be measured by a time in which nothing was wrong.
+        pause_seconds = max(back_at + BEFORE_SECONDS - local_seconds(), 0) + step.pause_seconds
+        if local_seconds() + pause_seconds > until:
+            return
+        await asyncio.sleep(pause_seconds)
 
 
-async def _watch_return(field: Field, usual: float) -> None:
+async def _completed(connection: Connection, field: Field) -> float:
+    """Jobs a second, lately."""
+    completed, _ = await audit.count_completed(connection, field.operator.database, seconds=BEFORE_SECONDS)
+    return completed / BEFORE_SECONDS
+
+
+async def _watch_return(field: Field, before_per_second: float) -> None:
     """Until the throughput is back, or should have been."""
     started_at = local_seconds()
     while local_seconds() - started_at < RETURN_SECONDS + WINDOW_SECONDS:
@@ -237,7 +245,7 @@ async def _watch_return(field: Field, usual: float) -> None:
                 completed, _ = await audit.count_completed(connection, field.operator.database, seconds=WINDOW_SECONDS)
         except DATABASE_ERRORS:
             continue
-        if local_seconds() - started_at >= WINDOW_SECONDS and completed >= usual * WINDOW_SECONDS * NINE_TENTHS:
+        if local_seconds() - started_at >= WINDOW_SECONDS and completed >= before_per_second * WINDOW_SECONDS * NINE_TENTHS:
             return
 
 

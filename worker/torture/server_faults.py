@@ -1,4 +1,4 @@
-"""Faults of the whole server: only where it is the torture's own. Each returns when it is over."""
+"""Faults of the whole server: only where it is the torture's own. They return as all others do (see faults)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ async def _undo(field: Field, setting: str) -> None:
     await field.operator.patiently(_COME_BACK_SECONDS, lambda connection: sabotage.reset_server(connection, setting))
 
 
-async def _standby(field: Field, chance: random.Random) -> None:
+async def _standby(field: Field, chance: random.Random) -> bool:
     """COMMIT is carried out here and waits for a standby. Either its session is ended meanwhile: nobody was told, and it counts. Or
     its client is cut off: who looks now sees nothing of a commit that is still on its way."""
     proxies = [slot.proxy for slot in field.slots if slot.proxy is not None]
     cuts = bool(proxies) and chance.random() < 0.5
+    before = field.lost_commits
     async with field.server_lock:
         try:
             async with field.operator.session() as connection:
@@ -49,22 +50,30 @@ async def _standby(field: Field, chance: random.Random) -> None:
             pass  # another fault has the server as well
         finally:
             await _undo(field, "synchronous_standby_names")
+    return field.lost_commits > before
 
 
-async def _readonly(field: Field, chance: random.Random) -> None:
+async def _readonly(field: Field, chance: random.Random) -> bool:
+    seconds = field.lease_seconds * chance.uniform(0.3, 1.2)
+    completed: int | None = None
     async with field.server_lock:
         try:
             async with field.operator.session() as connection:
                 await sabotage.set_server(connection, "default_transaction_read_only", "on")
-            await asyncio.sleep(field.lease_seconds * chance.uniform(0.3, 1.2))
+            await asyncio.sleep(seconds)
+            async with field.operator.session() as connection:
+                completed, _ = await audit.count_completed(connection, field.operator.database, seconds=seconds / 2)
         except DATABASE_ERRORS:
             pass
         finally:
             await _undo(field, "default_transaction_read_only")
+    return completed == 0
 
 
-async def _limit(field: Field, chance: random.Random) -> None:
+async def _limit(field: Field, chance: random.Random) -> bool:
     slot = field.pick(chance)
+    pids: list[int] = []
+    left = 0
     async with field.server_lock:
         try:
             async with field.operator.session() as connection:
@@ -72,21 +81,27 @@ async def _limit(field: Field, chance: random.Random) -> None:
                 pids = await sabotage.backends(connection, like=f"t{slot.number}-%")
                 await sabotage.terminate(connection, pids)
             await asyncio.sleep(field.lease_seconds * chance.uniform(0.5, 1.2))
+            async with field.operator.session() as connection:
+                left = len(await sabotage.backends(connection, like=f"t{slot.number}-%"))
         except DATABASE_ERRORS:
             pass
         finally:
             await field.operator.patiently(_COME_BACK_SECONDS, lambda connection: sabotage.limit_connections(connection, -1))
+    return left < len(pids)
 
 
-async def _restart(field: Field, chance: random.Random) -> None:
+async def _restart(field: Field, chance: random.Random) -> bool:
     assert field.own_server is not None
     async with field.server_lock:
+        before = await field.operator.patiently(_COME_BACK_SECONDS, sabotage.server_started)
         await field.own_server.restart()
-        await _await_server(field)
+        return await field.operator.patiently(_COME_BACK_SECONDS, sabotage.server_started) != before
 
 
-async def _crash(field: Field, chance: random.Random) -> None:
+async def _crash(field: Field, chance: random.Random) -> bool:
+    """The server ends all sessions with the one, and recovers."""
     assert field.own_server is not None
+    pids: list[int] = []
     async with field.server_lock:
         with contextlib.suppress(*DATABASE_ERRORS):
             async with field.operator.session() as connection:
@@ -94,14 +109,11 @@ async def _crash(field: Field, chance: random.Random) -> None:
             if pids:
                 field.own_server.kill_backend(chance.choice(pids))
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-        await _await_server(field)
+        left = await field.operator.patiently(_COME_BACK_SECONDS, lambda connection: sabotage.backends(connection, like=_DAEMONS))
+    return bool(pids) and not set(pids) & set(left)
 
 
-async def _await_server(field: Field) -> None:
-    await field.operator.patiently(_COME_BACK_SECONDS, audit.read_clock)
-
-
-INJECTIONS: Final[Mapping[str, Callable[[Field, random.Random], Awaitable[None]]]] = {
+INJECTIONS: Final[Mapping[str, Callable[[Field, random.Random], Awaitable[bool]]]] = {
     "standby": _standby,
     "readonly": _readonly,
     "limit": _limit,
