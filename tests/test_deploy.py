@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from worker.cli import app as cli
+from worker.cli.serve import NEEDED
 from worker.settings import load_settings, unknown_settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,6 +188,14 @@ def test_the_example_deploys_what_it_takes_to_watch_recovery(compose: dict[str, 
     assert services["worker"]["deploy"]["replicas"] >= 2
     chaos = {name: value for name, value in services["worker"]["environment"].items() if "CHAOS" in name}
     assert chaos == {"WORKER_CHAOS_CRASH": "0.05", "WORKER_CHAOS_LATENCY": "0.10"}
+
+
+def test_the_example_needs_one_image_that_has_all_it_runs(compose: dict[str, Any]) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {service["image"] for service in ours(compose).values()} == {f"reliable-worker:{version}"}
+    assert not any("build" in service for service in compose["services"].values())
+    locked = re.findall(r"^([a-z0-9-]+)==", (ROOT / "requirements-runtime.lock").read_text(), re.MULTILINE)
+    assert {name.replace("_", "-") for name in NEEDED} <= set(locked), "what `worker serve` needs"
 
 
 def test_every_command_of_the_example_exists(compose: dict[str, Any]) -> None:

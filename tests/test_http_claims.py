@@ -25,9 +25,10 @@ from worker.api.coalescing import QUEUE, Coalescer, Waiting
 from worker.api.outcomes import FINISH_SETTINGS, Outcomes
 from worker.api.problems import Problem
 from worker.domain import Backoff
+from worker.lost_claims import MOST_OUTSTANDING
 from worker.store import tasks
 from worker.store.claiming import CLAIM_SETTINGS
-from worker.store.connection import Database, Lane
+from worker.store.connection import Database, Lane, SessionLimits
 
 # --- many requests, few statements
 
@@ -295,6 +296,59 @@ async def test_tasks_of_a_lost_answer_are_found_by_their_requests(database_url: 
     finally:
         loop.cancel()
         await lane.close(1)
+
+
+async def test_while_three_claims_have_no_answer_and_may_still_commit_nothing_more_is_claimed(database_url: str) -> None:
+    """As while a synchronous standby is away: each keeps a session in the server, which nobody can end."""
+    limits = SessionLimits(statement_timeout_seconds=300, lock_timeout_seconds=300, idle_in_transaction_seconds=300)
+    database = Database(database_url, limits=limits, environ={})
+    lane = Lane(database, tasks.CLAIM_ROLE, settings=CLAIM_SETTINGS)
+    claims = Claims(database, lane, claim_timeout_seconds=1, limit_seconds=30, give_back=lambda task, owner: None)
+
+    async def asked(request_id: str | None) -> str:
+        try:
+            grant = await claims.next(processor="p", queue="default", kinds=None, lease_seconds=600, request_id=request_id)
+        except Problem as problem:
+            return problem.code
+        assert grant is not None
+        return str(grant.task.id)
+
+    with psycopg.connect(database_url, autocommit=True) as db:
+        db.execute(
+            "INSERT INTO jobs (payload) SELECT '1' FROM generate_series(1, 9); SELECT pg_advisory_lock(1);"
+            " CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN NULL; END $$;"
+            " CREATE CONSTRAINT TRIGGER waits AFTER UPDATE ON jobs DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
+            " WHEN (OLD.state = 'ready') EXECUTE FUNCTION wait()"
+        )
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+        loop = asyncio.create_task(claims.run())
+        try:
+
+            async def all_wait() -> bool:
+                assert await asked(None) == "database_unavailable"
+                return db.execute(waiting).fetchone() == (MOST_OUTSTANDING,)
+
+            assert await asked("mine") == "database_unavailable"
+            await await_for(all_wait, 30)
+            for request_id in (None, "mine", None, "other"):
+                assert await asked(request_id) == "database_unavailable"
+            assert db.execute(waiting).fetchone() == (MOST_OUTSTANDING,)
+            db.execute("SELECT pg_advisory_unlock(1)")
+            await await_for(lambda: db.execute(waiting).fetchone() == (0,))
+
+            async def claimed() -> str | None:
+                answer = await asked("mine")
+                return None if answer == "database_unavailable" else answer
+
+            mine = await await_for(claimed)
+            # What nobody can ask for again has gone back by then.
+            held = db.execute("SELECT id::text, attempts FROM jobs WHERE state = 'running'").fetchall()
+            assert held == [(mine, 1)]
+            assert db.execute("SELECT count(*) FROM jobs WHERE state = 'ready' AND attempts = 0").fetchone() == (8,)
+        finally:
+            loop.cancel()
+            await lane.close(1)
 
 
 async def test_a_task_that_cannot_be_given_back_at_once_is_given_back_later(database_url: str) -> None:

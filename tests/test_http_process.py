@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,14 +15,19 @@ from pathlib import Path
 
 import httpx
 import pytest
+from psycopg import sql
 
 from tests.commands import worker
 from tests.processes import Daemon, environment, wait_for
+from tests.roles import role, url_as
 from tests.servers import PrivateCluster, Server
 from tests.serving import TOKEN, Served, error_of
 from tests.workplace import Workplace, frozen
+from worker.api.gate import BODY_SECONDS
+from worker.api.state import LANES
 from worker.errors import ConfigError
 from worker.settings import load_settings, unknown_settings
+from worker.store.waiting import LANES as DAEMON_LANES
 
 NOWHERE = "postgresql://nobody@127.0.0.1:1/none"
 
@@ -76,7 +82,7 @@ def test_a_request_that_hangs_does_not_hold_up_the_end(database_url: str, serve:
         time.sleep(0.2)
         started = time.monotonic()
         assert served.process.stop() == 0
-        assert 0.9 < time.monotonic() - started < 4
+        assert 0.9 < time.monotonic() - started < BODY_SECONDS - 1
 
 
 def test_a_second_signal_skips_the_grace(database_url: str, serve: Callable[..., Served]) -> None:
@@ -173,20 +179,27 @@ def test_the_settings_of_tokens_are_settings() -> None:
         load_settings(environ | {"WORKER_HTTP_TOKENS_FILE": "x"})
 
 
-def test_a_port_that_is_taken_and_an_address_of_nobody_are_said(database_url: str, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_69_so_that_a_service_manager_tries_again(database_url: str, tmp_path: Path) -> None:
+    """An old process may be about to leave; the units try no more after 78."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         alone = run_serve(tmp_path, "--port", port, DATABASE_URL=database_url)
         beside = worker("run", "--serve", f"127.0.0.1:{port}", directory=tmp_path, DATABASE_URL=database_url)
     for done in (alone, beside):
+        assert done.returncode == 69
+        first, last = map(json.loads, done.stdout.splitlines())
+        assert (first["event"], last["event"], last["status"]) == ("http_port_taken", "shutdown_complete", 69)
+        assert first["error"].startswith(f"--host 127.0.0.1 --port {port}: cannot listen there")
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_an_address_that_cannot_be_had_is_78(database_url: str, tmp_path: Path, host: str) -> None:
+    for command in (("serve", "--host", host, "--port", "0"), ("run", "--serve", f"{host}:0")):
+        done = worker(*command, directory=tmp_path, DATABASE_URL=database_url, WORKER_HTTP_TOKENS=TOKEN)
         assert done.returncode == 78
-        assert f"--host 127.0.0.1 --port {port}: cannot listen there" in done.stdout
+        assert host in done.stdout
         assert "config_invalid" in done.stdout
-        assert "Traceback" not in done.stdout + done.stderr
-        assert "internal_error" not in done.stdout
-    done = run_serve(tmp_path, "--host", "no.such.host.invalid", "--port", "0", DATABASE_URL=database_url, WORKER_HTTP_TOKENS=TOKEN)
-    assert done.returncode == 78
-    assert "no.such.host.invalid" in done.stdout
 
 
 def test_wrong_usage_is_2(tmp_path: Path) -> None:
@@ -300,10 +313,8 @@ def test_a_database_that_hangs_costs_each_request_a_bounded_time(
     private_workplace.add("remote")
     served.claim(queue="none")
     with frozen(private_workplace.backends("http %") + private_workplace.backends("pool")):
-        started = time.monotonic()
-        answer = served.http.post("/api/tasks/next", json={"processor": "p"})
+        answer = served.http.post("/api/tasks/next", json={"processor": "p"})  # within the time that the client allows it
         assert error_of(answer)[0] == 503
-        assert time.monotonic() - started < 5
         assert served.http.get("/healthz").status_code == 200
     wait_for(lambda: served.claim() is not None)
 
@@ -355,16 +366,14 @@ def test_a_handler_that_blocks_the_loop_holds_up_no_probe_and_no_heartbeat(
     workplace.add("remote", key="remote")
     served.ask("UPDATE jobs SET queue = 'remote' RETURNING id")
     wait_for(lambda: served.http.get("/readyz").status_code == 200)
-    task = served.claimed(queue="remote", lease_seconds=1)
-    workplace.add("block", {"seconds": 3}, key="blocks")
+    task = served.claimed(queue="remote", lease_seconds=60)
+    workplace.add("block", {"seconds": 15}, key="blocks")
     workplace.wait_for_notes("start", "blocks")
     for _ in range(8):
-        started = time.monotonic()
         assert served.http.get("/healthz").status_code == 200
         assert served.tell("heartbeat", task).status_code == 202
-        assert time.monotonic() - started < 0.5
-        time.sleep(0.25)
     assert served.tell("complete", task).status_code == 202
+    assert workplace.notes("end", "blocks") == []  # it blocks still
 
 
 def test_a_drain_is_not_disturbed_by_the_server_beside_it(workplace: Workplace, serve: Callable[..., Served]) -> None:
@@ -373,16 +382,14 @@ def test_a_drain_is_not_disturbed_by_the_server_beside_it(workplace: Workplace, 
         *("--serve", "127.0.0.1:0"),
         command="run",
         WORKER_HANDLERS="tests.handlers_for_tests:handlers",
-        WORKER_SHUTDOWN_GRACE_SECONDS="10",
+        WORKER_SHUTDOWN_GRACE_SECONDS="600",
     )
     id = workplace.add("nap", {"seconds": 1.5}, key="naps")
     workplace.wait_for_notes("start", "naps")
     with socket.create_connection(("127.0.0.1", served.port)) as idle:
-        started = time.monotonic()
         served.process.signal(signal.SIGTERM)
         wait_for(lambda: refused(served))
-        assert served.process.wait(15) == 0
-        assert time.monotonic() - started < 5
+        assert served.process.wait(60) == 0  # and not only when the grace is over
         assert idle.recv(1) == b""
     assert workplace.job(id).state == "succeeded"
     assert served.process.find("shutdown_complete")[0]["status"] == 0
@@ -419,6 +426,43 @@ def test_a_daemon_whose_claim_loop_hangs_is_alive_but_not_ready(private_workplac
         wait_for(unready, 15)
         assert served.http.get("/healthz").status_code == 200
     wait_for(lambda: served.http.get("/readyz").status_code == 200, 15)
+
+
+def test_the_connections_of_both_have_to_fit_into_the_limit_of_the_role(server: Server, workplace: Workplace) -> None:
+    """Rather than claiming what it could never complete."""
+    served_by = {"WORKERS": "2", "WORKER_POOL_SIZE": "2", "WORKER_HTTP_TOKENS": TOKEN}
+    needed = DAEMON_LANES + 2 + LANES + 2
+    with role(server, workplace.url) as name:
+        for what in ("TABLES", "SEQUENCES"):
+            grant = sql.SQL("GRANT ALL ON ALL {} IN SCHEMA public TO {}").format(sql.SQL(what), sql.Identifier(name))
+            workplace.db.execute(grant)
+        url = url_as(name, workplace.url)
+        limit = sql.SQL("ALTER ROLE {} CONNECTION LIMIT {}")
+        workplace.db.execute(limit.format(sql.Identifier(name), sql.Literal(needed - 1)))
+        refused = workplace.daemon("--serve", "127.0.0.1:0", ready=False, DATABASE_URL=url, **served_by)
+        assert refused.wait() == 78
+        [event] = refused.find("config_invalid")
+        assert f"up to {needed} connections ({DAEMON_LANES} of its loops, {LANES + 2} of the HTTP interface" in event["error"]
+        alone = workplace.daemon(DATABASE_URL=url, **served_by)
+        assert alone.stop() == 0
+        wait_for(lambda: workplace.ask("SELECT pid FROM pg_stat_activity WHERE usename = %s", name) == [])
+        workplace.db.execute(limit.format(sql.Identifier(name), sql.Literal(needed)))
+        process = workplace.daemon("--serve", "127.0.0.1:0", DATABASE_URL=url, **served_by)
+        port = process.wait_for_event("http_started")["port"]
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        # All of its lanes at work, and the pool.
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, trust_env=False, timeout=20) as http:
+            process.wait_for_event("http_ready")
+            http.post("/api/tasks", json={"kind": "remote", "queue": "remote", "payload": 1})
+            task = http.post("/api/tasks/next", json={"processor": "p", "queue": "remote"}).json()
+            word = {"processor": "p", "fence": task["fence"]}
+            lease = http.post("/api/leases", json={"resource": "r", "holder": "h"}).json()
+            renewal = {"resource": "r", "holder": "h", "fence": lease["fence"]}
+            assert http.put(f"/api/tasks/{task['id']}/heartbeat", json=word).status_code == 202
+            assert http.put("/api/leases/renew", json=renewal).status_code == 200
+            assert http.put(f"/api/tasks/{task['id']}/complete", json=word).status_code == 202
+        assert process.stop() == 0
+        assert process.find("database_lost") == []
 
 
 def test_a_bad_address_stops_the_daemon_before_it_claims(workplace: Workplace, tmp_path: Path) -> None:

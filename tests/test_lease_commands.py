@@ -184,6 +184,44 @@ def test_wrong_input_is_status_2(database_url: str, tmp_path: Path, arguments: t
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
 
 
+@pytest.mark.parametrize(
+    ("full", "as_json", "request_id"),
+    [("/dev/full", ("--json",), None), ("a pipe that nobody reads", (), None), ("/dev/full", (), "q")],
+    ids=["full", "broken", "repeatable"],
+)
+def test_a_lease_whose_fence_nobody_could_be_told_is_given_back(
+    database_url: str, db: Db, tmp_path: Path, full: str, as_json: tuple[str, ...], request_id: str | None
+) -> None:
+    """With a request id it stays: asked again, the same one comes."""
+    reader, output = os.pipe()
+    os.close(reader)
+    if full == "/dev/full":
+        os.close(output)
+        output = os.open(full, os.O_WRONLY)
+    wish = ("acquire", "nightly", *as_json, *(() if request_id is None else ("--request-id", request_id)))
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "worker", "lease", *wish],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            env=environment(tmp_path, DATABASE_URL=database_url),
+            timeout=60,
+            text=True,
+        )
+    finally:
+        os.close(output)
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert line.startswith("worker: cannot write the output: ")
+    lease = row(db, "nightly")
+    if request_id is None:
+        assert (lease.released_at is not None, "was given back" in line) == (True, True)
+    else:
+        assert (lease.live, "ask again" in line) == (True, True)
+        again = worker("lease", *wish, directory=tmp_path, DATABASE_URL=database_url)
+        assert (again.returncode, str(lease.fence) in again.stdout) == (0, True)
+
+
 # --- run
 
 
@@ -312,7 +350,7 @@ async def test_when_nothing_is_heard_the_group_is_gone_before_the_lease_can_pass
 ) -> None:
     async with Proxy(database_url) as proxy:
         script = 'trap "" TERM; echo $$ > pid.new; mv pid.new pid; while :; do sleep 0.05; done'
-        process = runs("nightly", "--ttl", "2", "--", "sh", "-c", script, url=proxy.dsn)
+        process = runs("nightly", "--ttl", "6", "--", "sh", "-c", script, url=proxy.dsn)
         group = await await_for(lambda: (runs.directory / "pid").exists() and int((runs.directory / "pid").read_text()), 20)
         await await_for(lambda: row(db, "nightly").renewed_at is not None)
         if not is_guarded:
@@ -344,11 +382,11 @@ async def test_an_outage_shorter_than_the_trust_does_not_disturb_the_command(dat
 def test_killed_or_frozen_its_command_is_gone_before_the_lease_can_pass_on(
     database_url: str, db: Db, runs: Runs, number: signal.Signals
 ) -> None:
-    process = runs("nightly", "--ttl", "2", "--", "sh", "-c", f'trap "" TERM; {NOTE_AND_SLEEP}', url=database_url)
+    process = runs("nightly", "--ttl", "6", "--", "sh", "-c", f'trap "" TERM; {NOTE_AND_SLEEP}', url=database_url)
     group = runs.pid()
     wait_for(lambda: row(db, "nightly").renewed_at is not None)
     process.send_signal(number)
-    wait_for(lambda: not is_alive(group), 10)
+    wait_for(lambda: not is_alive(group), 30)
     assert is_live(db, "nightly"), "killed too late"
     process.send_signal(signal.SIGCONT)
     assert process.wait(10) == (75 if number is signal.SIGSTOP else -9)
@@ -382,6 +420,26 @@ def test_the_terminal_is_the_commands(database_url: str, tmp_path: Path) -> None
         os.write(ours, b"\x03")
         assert process.wait(10) == 128 + signal.SIGINT
     os.close(ours)
+
+
+def test_a_command_runs_under_a_lease_of_the_private_server(data_dir: Path, tmp_path: Path) -> None:
+    """It is started, gets the schema, serves the renewals meanwhile, and is stopped with the last command that uses it."""
+
+    def lease(*arguments: str, command: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        here = ("--embedded", "--data-dir", str(data_dir))
+        return worker("lease", *arguments, *here, *command, directory=tmp_path)
+
+    script = 'test -e "$1/postgresql/postmaster.pid" && sleep 1.6 && echo "$WORKER_LEASE_FENCE"; exit 3'
+    ran = lease("run", "nightly", "--ttl", "3", "--holder", "me", command=("--", "sh", "-c", script, "sh", str(data_dir)))
+    assert ran.returncode == 3, ran.stderr
+    assert not (data_dir / "postgresql" / "postmaster.pid").exists()
+    [seen] = json.loads(lease("list", "--json").stdout)
+    assert (seen["state"], seen["holder"], str(seen["fence"])) == ("released", "me", ran.stdout.strip())
+    assert seen["renewed_at"] is not None
+    assert lease("acquire", "nightly", "--holder", "other", "--ttl", "600").returncode == 0
+    refused = lease("run", "nightly", command=("--", "touch", "ran"))
+    assert (refused.returncode, (tmp_path / "ran").exists()) == (73, False)
+    assert "held by other" in refused.stderr
 
 
 def test_without_a_database_it_is_69_and_without_the_schema_78(empty_database_url: str, tmp_path: Path) -> None:

@@ -401,6 +401,34 @@ def test_a_fence_from_a_lease_guards_a_resource_against_its_former_holder(db: Db
         db.execute("SELECT check_fence('report', %s)", [old.fence])
 
 
+@pytest.mark.parametrize(
+    ("what", "arguments"),
+    [
+        ("resource", ["", 1]),
+        ("resource", [None, 1]),
+        ("resource", ["x" * 513, 1]),
+        ("resource", ["é" * 257, 1]),
+        ("fence", ["report", None]),
+        ("fence", ["report", 0]),
+        ("fence", ["report", -1]),
+    ],
+)
+def test_a_fence_that_is_none_and_a_resource_without_a_name_are_refused_by_name(db: Db, what: str, arguments: list[object]) -> None:
+    with pytest.raises(psycopg.Error, match=f"^{what}: ") as refusal:
+        db.execute("SELECT check_fence(%s, %s)", arguments)
+    assert refusal.value.sqlstate == "22023"
+    assert db.execute("SELECT count(*) FROM fences").fetchone()[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [[None, "a", 1], ["nightly", None, 1], ["nightly", "a", None], ["", "", 0], ["x" * 513, "a", -1]]
+)
+def test_what_names_no_lease_is_not_held(db: Db, arguments: list[object]) -> None:
+    for call in ("SELECT renew_lease(%s, %s, %s)", "SELECT release_lease(%s, %s, %s)"):
+        with NotHeld():
+            db.execute(call, arguments)
+
+
 # --- the store
 
 
@@ -505,19 +533,18 @@ async def test_one_statement_renews_what_is_live_and_says_what_is_locked_or_lost
 
 async def test_renewals_find_room_in_the_page_and_touch_no_index(database_url: str, db: Db) -> None:
     """HOT: there is no index on expires_at, and half of each page is free for it."""
-    # A snapshot that somebody holds just then (an ANALYZE) keeps old rows from making room; renewals in practice are seconds apart.
     db.execute("ALTER TABLE leases SET (autovacuum_enabled = off)")
     asked = [(got.id, got.fence, "a") for got in (acquire(db, f"lease-{number}", "a") for number in range(200))]
     counted = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'leases'"
     async with seen(database_url) as run:
-        for _ in range(20):
+        for _ in range(5):
             assert len(await leases.renew_many(run.connection, database_of(database_url), asked)) == 200
         if db.info.server_version >= 150_000:
             await run.value("SELECT pg_stat_force_next_flush()")
-    wait_for(lambda: db.execute(counted).fetchone()[0] >= 4_000)
+    wait_for(lambda: db.execute(counted).fetchone()[0] >= 1_000, 30)
     updates, hot = db.execute(counted).fetchone()
-    # With an index on what a renewal changes it would be none. Others' snapshots keep a page from being tidied in time.
-    assert hot / updates > 0.2, (updates, hot)
+    # The first renewal of each in any case: somebody's snapshot may keep a page from being tidied for the others.
+    assert hot >= 200, (updates, hot)
     indexes = db.execute("SELECT indexdef FROM pg_indexes WHERE tablename = 'leases'").fetchall()
     assert sorted(text.partition("(")[2] for (text,) in indexes) == ["id)", "resource)"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +14,15 @@ from psycopg import sql
 
 from tests.commands import worker
 from tests.pooling import FEW_CONNECTIONS, LACKING, PgBouncer, pgbouncer
-from tests.processes import Daemon, wait_for
+from tests.processes import Daemon, await_for, wait_for
 from tests.psql import psql
 from tests.roles import PASSWORD, role, url_as
 from tests.servers import PrivateCluster, Server
 from tests.serving import Served
 from tests.test_grants import GRANTS
 from tests.workplace import LEASE_SECONDS, TEXTBOOK, VARIABLES, Workplace
+from worker import LeaseLost, Leases
+from worker.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(LACKING is not None, reason=LACKING or "")
 
@@ -254,6 +257,44 @@ def test_the_http_api_serves_through_it(pooled: PooledWorkplace, serve: Callable
         assert served.http.request("DELETE", "/api/leases/release", json=body).status_code == 200
 
 
+async def test_leases_are_held_and_lost_through_it(pooled: PooledWorkplace) -> None:
+    """More names than sessions, renewed together; and one that is stolen."""
+    started = asyncio.Event()
+
+    async def hold(leases: Leases, name: str) -> None:
+        async with leases.hold(name, ttl_seconds=6):
+            await started.wait()
+
+    def renewed() -> int:
+        rows = pooled.ask("SELECT pid FROM pg_stat_activity WHERE usename = %s", pooled.role)
+        assert len(rows) <= FEW_CONNECTIONS
+        return int(pooled.value("SELECT count(*) FROM leases WHERE renewed_at IS NOT NULL AND expires_at > clock_timestamp()"))
+
+    async with Leases(pooled.pooled_url, pooler="transaction") as leases:
+        async with asyncio.TaskGroup() as group:
+            for number in range(40):
+                group.create_task(hold(leases, f"name-{number}"))
+            await await_for(lambda: renewed() == 40, 30)
+            started.set()
+        assert pooled.value("SELECT count(*) FROM leases WHERE released_at IS NULL") == 0
+        with pytest.raises(LeaseLost):
+            await hold_while_it_is_stolen(leases, pooled)
+
+
+async def hold_while_it_is_stolen(leases: Leases, pooled: PooledWorkplace) -> None:
+    async with leases.hold("stolen", ttl_seconds=2):
+        pooled.db.execute("UPDATE leases SET expires_at = clock_timestamp() WHERE resource = 'stolen'")
+        assert pooled.value("SELECT outcome FROM acquire_lease('stolen', 'other')") == "acquired"
+        await asyncio.sleep(60)
+
+
+async def test_leases_name_a_pooler_that_nobody_mentioned(pooled: PooledWorkplace) -> None:
+    async with Leases(pooled.pooled_url) as leases:
+        with pytest.raises(ConfigError, match="give Leases pooler='transaction'"):
+            async with leases.hold("nightly"):
+                pytest.fail("not held")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -266,6 +307,8 @@ def test_the_http_api_serves_through_it(pooled: PooledWorkplace, serve: Callable
         ("run", "--burst"),
         ("run", "--migrate", "--burst"),
         ("lease", "run", "nightly", "--", "true"),
+        ("lease", "acquire", "by-hand", "--request-id", "q"),
+        ("lease", "list"),
     ],
     ids=" ".join,
 )

@@ -23,10 +23,10 @@ from typing import TypeAlias
 
 import uvloop
 
-from worker import events, logs
+from worker import ending, events, logs
 from worker.clock import local_seconds
 from worker.embedded import Worker
-from worker.errors import ConfigError, DatabaseUnavailable
+from worker.errors import ConfigError, DatabaseUnavailable, PortTaken
 from worker.handlers import Handlers
 from worker.health import HealthFile
 from worker.settings import Settings, unknown_settings
@@ -80,19 +80,18 @@ def run(settings: Settings, *, burst: bool = False, migrate: bool = False, http:
     except DatabaseUnavailable as error:
         logs.emit(events.DATABASE_LOST, error=error, error_type="DatabaseUnavailable")
         status = 69
+    except PortTaken as error:
+        logs.emit(events.HTTP_PORT_TAKEN, error=error)
+        status = 69
     except Exception as error:
         logs.emit(events.INTERNAL_ERROR, where="daemon", exception=error)
         status = 1
     signals.ignore()
-    # Closing waits for every task and thread that handlers have left behind, for ever if need be.
-    limit = threading.Timer(_CLOSE_SECONDS, _end_now, [status])
-    limit.daemon = True
-    limit.start()
-    with contextlib.suppress(SystemExit, KeyboardInterrupt):
-        runner.close()
-    limit.cancel()
+    ending.close_in_time(runner, status, limit_seconds=_CLOSE_SECONDS)
     logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
-    return _exit(status)
+    faulthandler.cancel_dump_traceback_later()
+    logs.flush(1.0)
+    return status
 
 
 def _settle_the_heap() -> None:
@@ -117,19 +116,6 @@ def _run_to_the_end(loop: asyncio.AbstractEventLoop, work: Coroutine[object, obj
             if task.done():
                 return 1
             loop.call_soon(signals.arm)
-
-
-def _exit(status: int) -> int:
-    """Return the status, unless some thread is still alive: the interpreter would wait for it for ever."""
-    logs.flush(1.0)
-    faulthandler.cancel_dump_traceback_later()
-    until = local_seconds() + _CLOSE_SECONDS
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join(max(until - local_seconds(), 0))
-            if thread.is_alive():
-                os._exit(status)
-    return status
 
 
 def load_handlers(name: str | None) -> Handlers | None:
@@ -202,7 +188,7 @@ async def _serve(
             notifier.ready()
         await worker.wait_stopped()
         if worker.has_deaf:  # the rest would only wait for it
-            _end_now(worker.status)
+            ending.end_now(worker.status)
     return worker.status
 
 
@@ -315,10 +301,4 @@ def _give_up(worker: Worker) -> None:
     if not status:
         stack = "".join(traceback.format_stack(sys._current_frames().get(threading.main_thread().ident or 0), limit=20))
         logs.emit(events.INTERNAL_ERROR, where="end of the process", error="held up by what it was told to end", stack=stack)
-    _end_now(status or worker.status or 1)
-
-
-def _end_now(status: int) -> None:
-    logs.emit(events.SHUTDOWN_COMPLETE, status=status)
-    logs.flush(0.5)
-    os._exit(status)
+    ending.end_now(status or worker.status or 1)

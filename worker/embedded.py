@@ -64,6 +64,8 @@ class Worker:
         self.status = 0
         self.has_deaf = False
         """Some handler did not end: its task or thread outlives the drain."""
+        self.connections_beside = 0
+        """What else in this process opens connections to the database: said before the start, by whoever does."""
         self.rights = RightsThread()
         self._burst = burst
         self._make_health_file = health_file
@@ -232,7 +234,7 @@ class Worker:
                 await waiting.verify_session(connection, self._database)
                 lanes = waiting.LANES if self._listen_database is self._database else waiting.LANES - 1
                 self._has_spare_connection = await waiting.verify_room(
-                    connection, self._database, pool_size=self.settings.pool_size, lanes=lanes
+                    connection, self._database, pool_size=self.settings.pool_size, lanes=lanes, beside=self.connections_beside
                 )
         finally:
             await close_quietly(connection, local_seconds() + 1.0)

@@ -78,5 +78,9 @@ class DatabaseUnavailable(Exception):
     """The database could not be reached within the time allowed (exit status 69). The message holds no secret."""
 
 
+class PortTaken(Exception):
+    """Somebody listens already where the HTTP interface should (exit status 69): an old process may be about to leave."""
+
+
 class SchemaError(ConfigError):
     """The database is reachable, but its schema or grants are not what this version needs (exit status 78)."""

@@ -79,6 +79,7 @@ GENERATOR_RELEASED = Event("generator_released", "info", ("fence",))
 
 # The HTTP interface
 HTTP_STARTED = Event("http_started", "info", ("host", "port", "tokens"))
+HTTP_PORT_TAKEN = Event("http_port_taken", "error", ("error",))
 HTTP_READY = Event("http_ready", "info", ())
 _REQUEST = ("method", "route", "status", "duration_ms", "client", "job_id")
 HTTP_REQUEST = Event("http_request", "info", _REQUEST)

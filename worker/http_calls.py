@@ -4,8 +4,11 @@ kinds of answers: what was asked for, a refusal to act on, or none that anybody 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import random
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -14,6 +17,7 @@ import httpx
 from worker.domain_json import decode_json, encode_json
 from worker.errors import ConfigError
 from worker.masking import remember
+from worker.store.trouble import ConnectFailed
 
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 5.0
@@ -47,31 +51,43 @@ class HttpCalls:
         self.where = f"{parts.scheme}://{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
         """Without what may be a secret in it."""
         self.timeout_seconds = timeout_seconds
-        self._client = httpx.AsyncClient(
+        # A pool of httpx looks at all its connections for every request. So each client here has one, and the one used last is used
+        # next.
+        self._make_client = functools.partial(
+            httpx.AsyncClient,
             base_url=url,
             headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
             timeout=timeout_seconds,
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30.0),
+            limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=30.0),
             follow_redirects=False,
+            verify=httpx.create_ssl_context(),
         )
+        self._turns = asyncio.Semaphore(connections)
+        self._clients: list[httpx.AsyncClient] = []
+        self._free: list[httpx.AsyncClient] = []
 
     async def call(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, seconds: float | None = None
     ) -> Answer:
         """The answer, if it says anything: 2xx, 404, 409, 413, 422.
 
-        Raises ConnectionError (nothing is known: ask again) when there is none, or the server says that it cannot now; ConfigError
-        for what asking again cannot mend (a token that is not accepted, something else than our server).
+        Raises ConnectionError (nothing is known: ask again) when there is none, or the server says that it cannot now; of these
+        ConnectFailed when the request has not even been sent; ConfigError for what asking again cannot mend (a token that is not
+        accepted, something else than our server).
         """
         content = None if body is None else encode_json(body, "the request").encode()
+        limit_seconds = self.timeout_seconds if seconds is None else max(min(seconds, self.timeout_seconds), 0.01)
         try:
-            response = await self._client.request(
-                method,
-                path,
-                content=content,
-                headers={} if content is None else {"Content-Type": "application/json"},
-                timeout=self.timeout_seconds if seconds is None else max(min(seconds, self.timeout_seconds), 0.01),
-            )
+            async with self._connection(limit_seconds) as client:
+                response = await client.request(
+                    method,
+                    path,
+                    content=content,
+                    headers={} if content is None else {"Content-Type": "application/json"},
+                    timeout=limit_seconds,
+                )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise ConnectFailed(f"{self.where}: {str(error) or type(error).__name__}", sqlstate=None, refused=False) from None
         except httpx.TimeoutException:
             raise ConnectionError(f"{self.where}: no answer in time") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -85,8 +101,26 @@ class HttpCalls:
             raise ConfigError(f"{self.where}: answers {status}; is it `worker serve`?")
         return _read(response)
 
+    @contextlib.asynccontextmanager
+    async def _connection(self, limit_seconds: float) -> AsyncIterator[httpx.AsyncClient]:
+        try:
+            async with asyncio.timeout(limit_seconds):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise ConnectFailed(f"{self.where}: all connections are in use", sqlstate=None, refused=False) from None
+        if not self._free:
+            self._free.append(self._make_client())
+            self._clients += self._free
+        client = self._free.pop()
+        try:
+            yield client
+        finally:
+            self._free.append(client)
+            self._turns.release()
+
     async def close(self) -> None:
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
 
 
 def _read(response: httpx.Response) -> Answer:

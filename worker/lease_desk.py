@@ -7,9 +7,10 @@ answer (cancelled while asking, or tired of asking) leaves it to the desk to fin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from worker.keeper import Keeper
 from worker.masking import safe_text
 from worker.name_renewals import NameRenewals, terms_of
 from worker.patience import Patience
-from worker.store.connection import DATABASE_ERRORS
+from worker.store.connection import DATABASE_ERRORS, ConnectFailed
 from worker.store.leases import Ended, Grant, Held
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ _TROUBLE: tuple[type[Exception], ...] = (*DATABASE_ERRORS, ConfigError)
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
 _LEAST_PAUSE_SECONDS = 0.01
-_SILENCE_SECONDS = 5.0
-"""How long the desk goes on asking a service that does not answer, when the caller has no time to wait."""
+_TURN_SECONDS = 30.0
+"""How long a question may wait for its turn, where many are asked at the same time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Asking:
     metadata: Mapping[str, object] | None
     request_id: str = ""
     asked_at: float | None = None
-    """Local moment of a question under `request_id` that has no answer yet."""
+    """Local moment of the last question under `request_id` that was sent and has no answer yet."""
     right: HeldName | None = None
     task: asyncio.Task[object] | None = None
     is_abandoned: bool = False
@@ -62,6 +63,7 @@ class LeaseDesk:
             self.names, patience=Patience(events.RENEW_FAILED, first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=1.0)
         )
         self._is_broken = False
+        self._turns = asyncio.Semaphore(transport.connections)
         self._unfinished: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[object]] = set()
 
@@ -112,13 +114,15 @@ class LeaseDesk:
         silent_since: float | None = None
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._is_broken:
+            asked_at = local_seconds()
             try:
-                answer = await self._question(asking)
+                async with self._turn():
+                    asked_at = local_seconds()
+                    answer = await self._question(asking)
             except DATABASE_ERRORS as error:
-                assert asking.asked_at is not None
                 now = local_seconds()
-                silent_since = asking.asked_at if silent_since is None else silent_since
-                if now >= max(give_up_at, silent_since + _SILENCE_SECONDS):
+                silent_since = asked_at if silent_since is None else silent_since
+                if now >= max(give_up_at, silent_since + self.transport.silence_seconds):
                     raise DatabaseUnavailable(f"lease {asking.resource!r}: no answer: {safe_text(error)}") from error
                 free_at = give_up_at
             else:
@@ -155,14 +159,19 @@ class LeaseDesk:
 
     async def _question(self, asking: Asking) -> HeldName | Held | Ended:
         """Ask once under the present request_id."""
-        sent_at = asking.asked_at = local_seconds()
-        answer = await self.transport.acquire(
-            resource=asking.resource,
-            holder=asking.holder,
-            ttl_seconds=asking.ttl_seconds,
-            request_id=asking.request_id,
-            metadata=asking.metadata,
-        )
+        sent_at = local_seconds()
+        before, asking.asked_at = asking.asked_at, sent_at
+        try:
+            answer = await self.transport.acquire(
+                resource=asking.resource,
+                holder=asking.holder,
+                ttl_seconds=asking.ttl_seconds,
+                request_id=asking.request_id,
+                metadata=asking.metadata,
+            )
+        except ConnectFailed:  # not sent: nothing can have come of it
+            asking.asked_at = before
+            raise
         asking.asked_at = None
         if not isinstance(answer, Grant):
             return answer
@@ -176,6 +185,21 @@ class LeaseDesk:
             remaining_seconds=answer.expires_in_ms / 1000,
         )
 
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """What waits in line has not been sent: its time does not run yet. Raises ConnectFailed when that takes too long."""
+        try:
+            async with asyncio.timeout(_TURN_SECONDS):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise ConnectFailed(
+                f"not sent within {_TURN_SECONDS:g} s: too much else is asked", sqlstate=None, refused=False
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.release()
+
     # --- giving back
 
     async def give_back(self, held: HeldName) -> None:
@@ -187,7 +211,8 @@ class LeaseDesk:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                await self.transport.release(resource=held.resource, holder=held.holder, fence=held.fence)
+                async with self._turn():
+                    await self.transport.release(resource=held.resource, holder=held.holder, fence=held.fence)
                 return
             except _TROUBLE as error:
                 if isinstance(error, ConfigError) or local_seconds() >= over_at:
@@ -209,7 +234,8 @@ class LeaseDesk:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while local_seconds() < over_at:
             try:
-                answer = await self._question(asking)
+                async with self._turn():
+                    answer = await self._question(asking)
             except DATABASE_ERRORS:
                 pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)
                 await asyncio.sleep(pause_seconds * random.uniform(0.5, 1))
@@ -235,3 +261,5 @@ class LeaseDesk:
             _, late = await asyncio.wait(ending, timeout=limit_seconds)
             for task in late:
                 task.cancel()
+            if late:  # what they have opened is closed as they end
+                await asyncio.wait(late, timeout=limit_seconds)

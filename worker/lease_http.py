@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from worker.clock import local_seconds
@@ -13,27 +14,37 @@ from worker.lease_transport import Renewed
 from worker.store.leases import Ended, Grant, Held
 
 TIMEOUT_SECONDS = 4.0
-"""Less than `Leases` goes on asking: a lost answer is asked for again."""
-CONNECTIONS = 8
-"""So many renewals are on their way at a time, and as many other requests."""
+SILENCE_SECONDS = TIMEOUT_SECONDS + 1
+"""An answer that did not come is asked for again."""
+CONNECTIONS = 16
+"""So many acquisitions and releases are on their way at a time."""
+RENEWALS = 64
+"""And so many renewals. The server makes few statements of them; where it is slow to answer, more at a time is what helps."""
 
 
 class HttpTransport:
     """The way to the leases of a `worker serve`."""
 
     def __init__(self, url: str, bearer: str | None) -> None:
-        self._calls, self._renewals = (
-            HttpCalls(url, bearer=bearer, timeout_seconds=TIMEOUT_SECONDS, connections=CONNECTIONS)
-            for _ in range(2)  # a renewal waits behind no crowd of acquisitions
-        )
+        # Apart, so that a renewal waits behind no crowd of acquisitions.
+        self._calls = HttpCalls(url, bearer=bearer, timeout_seconds=TIMEOUT_SECONDS, connections=CONNECTIONS)
+        self._renewals = HttpCalls(url, bearer=bearer, timeout_seconds=TIMEOUT_SECONDS, connections=RENEWALS)
 
     @property
     def where(self) -> str:
         return self._calls.where
 
     @property
+    def connections(self) -> int:
+        return CONNECTIONS
+
+    @property
     def answer_seconds(self) -> float:
         return TIMEOUT_SECONDS
+
+    @property
+    def silence_seconds(self) -> float:
+        return SILENCE_SECONDS
 
     async def acquire(
         self, *, resource: str, holder: str, ttl_seconds: float, request_id: str, metadata: Mapping[str, object] | None
@@ -60,19 +71,22 @@ class HttpTransport:
         raise _refused(answer)
 
     async def renew_many(self, held: Sequence[HeldName], *, limit_seconds: float) -> Renewed:
-        """Renew each, several at a time. One without an answer is in neither part; none with an answer raises ConnectionError."""
+        """Renew each, several at a time, those first that are trusted for the shortest time. None with an answer raises
+        ConnectionError."""
         renewed: dict[tuple[int, int], int] = {}
         lost: set[tuple[int, int]] = set()
+        unasked: set[tuple[int, int]] = set()
         trouble: list[Exception] = []
-        turns = asyncio.Semaphore(CONNECTIONS)
-        deadline = local_seconds() + limit_seconds  # of all together: what has come by then counts
+        turns = asyncio.Semaphore(RENEWALS)
+        # Of all together. In the second half nothing new is sent: what is under way then would only lose its connection.
+        deadline = local_seconds() + limit_seconds
 
         async def renew(one: HeldName) -> None:
             body = {"resource": one.resource, "holder": one.holder, "fence": one.fence}
             async with turns:
                 left_seconds = deadline - local_seconds()
-                if left_seconds <= 0:
-                    trouble.append(ConnectionError("no time was left to ask"))
+                if left_seconds <= limit_seconds / 2:
+                    unasked.add(one.key)
                     return
                 try:
                     answer = await self._renewals.call("PUT", "/api/leases/renew", body, seconds=left_seconds)
@@ -84,11 +98,11 @@ class HttpTransport:
                     trouble.append(error)
 
         async with asyncio.TaskGroup() as group:
-            for one in sorted(held, key=lambda one: one.trusted_until):  # should the time not suffice for all
+            for one in sorted(held, key=lambda one: one.trusted_until):
                 group.create_task(renew(one), name=f"renew {one.resource}")
         if trouble and not renewed and not lost:
             raise ConnectionError(str(trouble[0]))
-        return Renewed(renewed, frozenset(lost))
+        return Renewed(renewed, frozenset(lost), frozenset(unasked))
 
     async def release(self, *, resource: str, holder: str, fence: int) -> bool:
         """End it at once; also True when that had happened before. False: it was not this holder's any more."""
@@ -102,12 +116,10 @@ class HttpTransport:
         """Nothing to forget: a request that ran out of time has lost its connection."""
 
     async def close(self, limit_seconds: float) -> None:
-        try:
-            async with asyncio.timeout(limit_seconds):
-                await self._calls.close()
-                await self._renewals.close()
-        except (TimeoutError, OSError):
-            pass
+        # Says goodbye to nobody, so it waits for nobody: a limit could only leave some of the connections open.
+        for calls in (self._calls, self._renewals):
+            with contextlib.suppress(OSError):
+                await calls.close()
 
 
 def _number(answer: Answer, name: str) -> int:

@@ -1,8 +1,8 @@
 """How named leases reach the database: the one interface that `Leases` needs, and its implementation over a connection of our own.
 
 All of it is called in the loop of the keeper's thread. No answer is one of DATABASE_ERRORS (a ConnectionError or TimeoutError will
-do): nothing is known then, and the caller may ask again with the same request_id. What asking again cannot mend is a ConfigError,
-and terms that are refused a ValueError.
+do): nothing is known then, and the caller may ask again with the same request_id; of these a ConnectFailed means that nothing has
+been sent. What asking again cannot mend is a ConfigError, and terms that are refused a ValueError.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _NOT_GRANTED = "42501"
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """What one round of renewals came to, by (id, fence). A lease in neither: no answer about it, ask again soon."""
+    """What one round of renewals came to, by (id, fence). A lease in none of these: no answer about it, ask again soon."""
 
     expires_in_ms: Mapping[tuple[int, int], int]
     lost: frozenset[tuple[int, int]]
+    unasked: frozenset[tuple[int, int]] = frozenset()
+    """The time of this round did not suffice for them: the next one is for them."""
 
 
 class LeaseTransport(Protocol):
@@ -44,8 +46,16 @@ class LeaseTransport(Protocol):
         """Which service: two transports that say the same lead to the same leases."""
 
     @property
+    def connections(self) -> int:
+        """How many acquisitions and releases may be on their way at a time: more would only wait for a connection."""
+
+    @property
     def answer_seconds(self) -> float:
         """How long any of the calls below may take, a new connection included."""
+
+    @property
+    def silence_seconds(self) -> float:
+        """How long to go on asking a service that does not answer, for a caller that has no time to wait."""
 
     async def acquire(
         self, *, resource: str, holder: str, ttl_seconds: float, request_id: str, metadata: Mapping[str, object] | None
@@ -81,8 +91,16 @@ class DatabaseTransport:
         return f"{self._database.target.where} {self._database.schema}"
 
     @property
+    def connections(self) -> int:
+        return _CONNECTIONS
+
+    @property
     def answer_seconds(self) -> float:
         return self._database.connect_timeout_seconds + self._database.limits.statement_timeout_seconds + 1.0
+
+    @property
+    def silence_seconds(self) -> float:
+        return self._database.connect_timeout_seconds
 
     async def acquire(
         self, *, resource: str, holder: str, ttl_seconds: float, request_id: str, metadata: Mapping[str, object] | None

@@ -78,7 +78,8 @@ class Leases:
     """The named leases of one database, or of a `worker serve`. Use it with `async with`, and `hold` inside.
 
     `dsn`: a database whose schema is applied; or `url` and `bearer`, the address and a token of `worker serve`. `holder`: who
-    holds, unless `hold` says otherwise; by default the host's name and eight random digits.
+    holds, unless `hold` says otherwise; by default the host's name and eight random digits. `pooler="transaction"`: the dsn leads
+    to a connection pooler in transaction mode, where sessions cannot be set: give the role their time limits (see the README).
     """
 
     def __init__(
@@ -89,12 +90,16 @@ class Leases:
         holder: str | None = None,
         url: str | None = None,
         bearer: str | None = None,
+        pooler: Literal["transaction"] | None = None,
         transport: Callable[[], LeaseTransport] | None = None,
     ) -> None:
         if [dsn, url, transport].count(None) != 2:
             raise TypeError("Leases: the dsn of a database or the url of a lease service is needed, not both")
+        if pooler not in (None, "transaction") or (pooler is not None and dsn is None):
+            raise TypeError("Leases: pooler is 'transaction' or None, and belongs to a dsn")
         if dsn is not None:
-            transport = functools.partial(DatabaseTransport, Database(dsn, schema=schema, variable="Leases: dsn"))
+            database = Database(dsn, schema=schema, pooler=pooler is not None, variable="Leases: dsn")
+            transport = functools.partial(DatabaseTransport, database)
         elif url is not None:
             transport = _http_transport(url, bearer)
         assert transport is not None

@@ -65,4 +65,4 @@ POOL_CLAIMS = Measures()
 POOL_RIGHTS = Measures()
 """Written in the rights thread (keeper, committer, writer)."""
 REMOTE = Measures()
-"""Written in the loop of the HTTP server, for tasks over HTTP."""
+"""Written in the loop of the HTTP server, for tasks and named leases over HTTP."""

@@ -7,6 +7,7 @@ rounds the renewals of many leases are one statement.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import TYPE_CHECKING
 
@@ -72,9 +73,10 @@ class NameRenewals:
         sent_at = local_seconds()
         if self._next_at() <= sent_at:
             await self._renew([one for one in self.all() if self._due_at(one, share=_TAKEN_ALONG) <= sent_at], sent_at)
-        if self._retry:
-            return max(self._next_at(), local_seconds() + self.retry_seconds() * random.uniform(0.7, 1))
-        return self._next_at()
+        if not self._retry:
+            return self._next_at()
+        others = [self._due_at(one) for key, one in self._held.items() if key not in self._retry]
+        return min(*others, local_seconds() + self.retry_seconds() * random.uniform(0.7, 1), math.inf)
 
     def _next_at(self) -> float:
         return min(map(self._due_at, self._held.values()), default=local_seconds() + _IDLE_SECONDS)
@@ -91,7 +93,7 @@ class NameRenewals:
             elif one.key in renewed.lost:
                 self.remove(one)
                 one.lose("lease_lost")
-            elif one.key in self._held:
+            elif one.key in self._held and one.key not in renewed.unasked:
                 self._retry.add(one.key)
 
     def _due_at(self, one: HeldName, *, share: float = 1.0) -> float:

@@ -28,11 +28,11 @@ def make_app(api: Api) -> FastAPI:
         redirect_slashes=False,
         responses=COMMON,
     )
-    problems.install(app)
     # Straight into the application: routers that are included cost every request a walk through them.
     app.router.route_class = StrictRoute
     for add_routes in (add_task_routes, add_lease_routes, add_generator_routes, add_status_routes):
         add_routes(app, api)
+    problems.install(app)
     return app
 
 

@@ -5,7 +5,8 @@ before the request is found, in the order of priorities. Where that is slow (dea
 last is used for a while, and a survey only comes before the answer "none".
 
 A request with a `request_id` finds what it has claimed before, also while its twin is in flight elsewhere. A task whose client has
-gone is given back, attempt refunded; so is one whose answer was lost on the way from the database.
+gone is given back, attempt refunded; so is one whose answer was lost on the way from the database. While a few such claims may
+still commit, nothing more is claimed: each keeps a session of the server, and its rows.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from worker import events, logs
 from worker.api.coalescing import Coalescer, Waiting
+from worker.api.problems import database_unavailable
 from worker.clock import local_seconds
+from worker.lost_claims import MOST_OUTSTANDING, is_over
 from worker.measures import REMOTE
 from worker.store import claiming, tasks
 from worker.store.claiming import Cursor, Range
-from worker.store.connection import read_moments_as_microseconds
+from worker.store.connection import read_moments_as_microseconds, sqlstate
 from worker.store.leasing import Key
 from worker.store.tasks import Task, Wish
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database, Lane
+    from worker.store.sessions import Backend
 
 MOST = tasks.LIMITS[0]
 CHEAP_SURVEY_SECONDS = 0.01
@@ -92,8 +96,8 @@ class Claims:
         self._connection: Connection | None = None
         self._known: dict[str, tuple[float, Places]] = {}
         """By queue, where surveys are slow: until when what was found is used, and where to go on."""
-        self._lost: list[tuple[int, float, list[str]]] = []
-        """Claims without an answer: server process, since when, their requests."""
+        self._lost: list[tuple[Backend | None, float, list[str]]] = []
+        """Claims without an answer, at most MOST_OUTSTANDING: server process, since when, their requests that nobody can repeat."""
         self._returning: deque[Key] = deque(maxlen=1_000)
         """What is on its way back: a request that finds it must not take it."""
 
@@ -118,6 +122,10 @@ class Claims:
         asked = {key: same[0].wish for key, same in calls.items()}
         try:
             connection = await self._ready_connection()
+            if len(self._lost) >= MOST_OUTSTANDING:
+                for member in members:
+                    member.refuse(database_unavailable())
+                return
             found, claimed = await self._claim(connection, asked)
         except BaseException:
             self._connection = None
@@ -187,12 +195,12 @@ class Claims:
                 claimed = await self._claim_for(connection, next(iter(asked.values())), wishes) if wishes else {}
                 if repeatable:
                     await connection.execute("COMMIT")
-        except BaseException:
+        except BaseException as error:
             # What the caller can repeat, the repetition finds; the rest, of an earlier statement perhaps, goes back once this can
             # no longer commit.
             generated = [call.wish.request_id for call in asked.values() if not call.may_be_repeated]
-            if generated:
-                self._lost.append((connection.get_server_pid(), local_seconds(), generated))
+            if generated or sqlstate(error) is None or connection.is_closed():
+                self._lost.append((connection.backend, local_seconds(), generated))
             raise
         REMOTE.claim_seconds.observe(local_seconds() - sent_at)
         return found, claimed
@@ -249,11 +257,10 @@ class Claims:
 
     async def _recover_lost(self, connection: Connection) -> None:
         """Give back what claims without an answer have taken, and forget those that are surely over."""
-        passed_seconds = self._claim_timeout_seconds * 2 if self._database.pooler else 0.0
         over = []
         for one in self._lost:
-            pid, since, _ = one
-            if local_seconds() - since >= passed_seconds and not await claiming.backend_lives(connection, pid=pid):
+            backend, since, _ = one
+            if await is_over(connection, backend, since, limit_seconds=self._claim_timeout_seconds):
                 over.append(one)
         request_ids = [id for _, _, ids in over for id in ids]
         if request_ids:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from worker import events, logs
+from worker import ending, events, logs
 from worker.api.auth import Tokens, read_tokens
 from worker.api.hosts import PoolHost
 from worker.api.listening import Server, bind
-from worker.api.state import Api, make_api
+from worker.api.state import LANES, Api, make_api
 from worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class Hosting:
 
     @contextlib.contextmanager
     def beside(self, worker: Worker) -> Iterator[None]:
-        """Serve while the block runs, and not for longer."""
+        """Serve while the block runs, and not for longer. To be entered before the worker starts."""
+        worker.connections_beside = LANES + self._settings.pool_size
         over = threading.Event()
         thread = threading.Thread(target=self._turn, args=(worker, over), name="http", daemon=True)
         thread.start()
@@ -47,7 +48,7 @@ class Hosting:
             yield
         finally:
             over.set()
-            thread.join(_END_SECONDS)  # a daemon thread: what hangs does not keep the process
+            ending.join_loop(thread, _END_SECONDS)
 
     def _turn(self, worker: Worker, over: threading.Event) -> None:
         try:

@@ -8,13 +8,14 @@ from fastapi import Body, FastAPI, Query, Response
 from pydantic import BaseModel
 
 from worker.api import models
+from worker.api.name_beats import not_held
 from worker.api.problems import Problem, invalid
 from worker.api.rendering import cursor_of, lease_page, lease_response, read_cursor
 from worker.api.state import Api
 from worker.api.strict import NOT_FOUND, Answers
 from worker.api.task_routes import Id, Page
 from worker.store import leases
-from worker.store.leases import Lease, Which
+from worker.store.leases import Lease, Renewal, Which
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -90,11 +91,14 @@ def add_lease_routes(app: FastAPI, api: Api) -> None:
         tags=["leases"],
         response_model=models.Lease,
         responses=_NOT_HELD,
-        summary="Renew for as long as before",
+        summary="Renew for as long as before, by a body or a query",
     )
-    async def renew(body: models.RenewLease) -> Response:
-        async with api.transaction() as connection:
-            return _held(await leases.renew(connection, api.database, **dict(body)))
+    async def renew(
+        query: Annotated[models.LeaseQuery, Query()], body: Annotated[models.RenewLease | None, Body()] = None
+    ) -> Response:
+        chosen = _chosen(models.RenewLease, body, query)
+        api.require_database()
+        return lease_response(await api.name_beats.renew(Renewal(**dict(chosen))), 200)
 
     @app.delete(
         "/api/leases/release",
@@ -104,7 +108,7 @@ def add_lease_routes(app: FastAPI, api: Api) -> None:
         summary="Release, by a body or a query",
     )
     async def release(
-        query: Annotated[models.ReleaseQuery, Query()], body: Annotated[models.RenewLease | None, Body()] = None
+        query: Annotated[models.LeaseQuery, Query()], body: Annotated[models.RenewLease | None, Body()] = None
     ) -> Response:
         chosen = _chosen(models.RenewLease, body, query)
         async with api.transaction() as connection:
@@ -122,7 +126,7 @@ def add_lease_routes(app: FastAPI, api: Api) -> None:
         "/api/leases/{id:int}", tags=["leases"], response_model=models.Lease, responses=_NOT_HELD, summary="Release, by its id"
     )
     async def release_by_id(
-        id: Id, query: Annotated[models.ReleaseByIdQuery, Query()], body: Annotated[models.EndLease | None, Body()] = None
+        id: Id, query: Annotated[models.EndLeaseQuery, Query()], body: Annotated[models.EndLease | None, Body()] = None
     ) -> Response:
         chosen = _chosen(models.EndLease, body, query)
         async with api.transaction() as connection:
@@ -144,5 +148,5 @@ def _chosen(model: type[M], body: M | None, query: BaseModel) -> M:
 
 def _held(lease: Lease | None) -> Response:
     if lease is None:
-        raise Problem(404, "not_held", "there is no such live lease of this holder under this fence")
+        raise not_held()
     return lease_response(lease, 200)

@@ -17,16 +17,18 @@ from worker.api.app import make_gate
 from worker.api.auth import Tokens, addresses_of, require_tokens
 from worker.api.connections import IDLE_SECONDS, Connection, Crowd, connection_limit
 from worker.api.state import Api
-from worker.errors import ConfigError
+from worker.errors import ConfigError, PortTaken
 
 BACKLOG = 1_024
 _NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
-_NOT_OURS = {errno.EACCES, errno.EPERM, errno.EADDRINUSE, *_NOT_HERE}
+_NOT_OURS = {errno.EACCES, errno.EPERM, *_NOT_HERE}
 
 
 def bind(host: str, port: int, tokens: Tokens) -> list[socket.socket]:
-    """A socket for each address of the host; port 0 finds one that is free. Raises ConfigError for an address that cannot be
-    had, a port that is taken among them, OSError for want of means."""
+    """A socket for each address of the host; port 0 finds one that is free.
+
+    Raises ConfigError for an address that cannot be had, PortTaken for one that somebody has, OSError for want of means.
+    """
     found = addresses_of(host, port)
     require_tokens(host, [address for _, address in found], tokens)
     bound: list[socket.socket] = []
@@ -52,8 +54,11 @@ def bind(host: str, port: int, tokens: Tokens) -> list[socket.socket]:
     if refused is not None and (not bound or refused.errno not in _NOT_HERE):
         for one in bound:
             one.close()
+        text = f"--host {host} --port {port}: cannot listen there: {refused.strerror}"
+        if refused.errno == errno.EADDRINUSE:
+            raise PortTaken(text)
         if refused.errno in _NOT_OURS:
-            raise ConfigError(f"--host {host} --port {port}: cannot listen there: {refused.strerror}")
+            raise ConfigError(text)
         raise OSError(refused.errno, f"cannot listen on {host}, port {port}: {refused.strerror}")
     return bound
 

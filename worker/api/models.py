@@ -125,7 +125,7 @@ class EndLease(_Request):
     fence: Fence
 
 
-class ReleaseByIdQuery(BaseModel):
+class EndLeaseQuery(BaseModel):
     """The same in the query, for clients that cannot send a body with DELETE."""
 
     model_config = ConfigDict(extra="forbid")
@@ -134,7 +134,9 @@ class ReleaseByIdQuery(BaseModel):
     fence: Fence | None = None
 
 
-class ReleaseQuery(ReleaseByIdQuery):
+class LeaseQuery(EndLeaseQuery):
+    """The fields of `RenewLease`."""
+
     resource: Resource | None = None
 
 

@@ -9,7 +9,7 @@ import orjson
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, compile_path
 
 from worker import events, logs
 from worker.store.connection import DATABASE_ERRORS, is_unavailable, sqlstate
@@ -89,7 +89,9 @@ def internal() -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Whatever is raised in a route becomes an answer in the one shape."""
+    """Whatever is raised in a route becomes an answer in the one shape. To be called when all routes are there."""
+    # The framework finds no route for `/api/tasks/abc`; for `/api/tasks/0` it does.
+    with_id = [compile_path(route.path.replace("{id:int}", "{id}"))[0] for route in _routes(app) if "{id:int}" in route.path]
 
     async def known(_: Request, error: Exception) -> Response:
         assert isinstance(error, Problem)
@@ -102,6 +104,8 @@ def install(app: FastAPI) -> None:
     async def of_framework(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
         if error.status_code == 404:
+            if any(pattern.match(request.scope["path"]) for pattern in with_id):
+                return invalid("id: must be a whole number, 1 or more").response()
             return Problem(404, "not_found", "there is no such route").response()
         if error.status_code == 405:
             return Problem(405, "method_not_allowed", "not with this method", headers={"Allow": _methods(app, request)}).response()
@@ -139,6 +143,11 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 def _methods(app: FastAPI, request: Request) -> str:
     """The methods of every route with this path; the framework names those of the first one only."""
-    routes = (route for route in app.routes if isinstance(route, Route))
-    found = {method for route in routes if route.matches(request.scope)[0] is not Match.NONE for method in route.methods or ()}
+    found = {
+        method for route in _routes(app) if route.matches(request.scope)[0] is not Match.NONE for method in route.methods or ()
+    }
     return ", ".join(sorted(found))
+
+
+def _routes(app: FastAPI) -> list[Route]:
+    return [route for route in app.routes if isinstance(route, Route)]

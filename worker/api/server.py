@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 
 import uvloop
 
-from worker import events, logs
+from worker import ending, events, logs
 from worker.api.auth import read_tokens
 from worker.api.hosts import NoPool
 from worker.api.listening import Server, bind
-from worker.api.state import Api, make_api
+from worker.api.state import LANES, Api, make_api
 from worker.clock import local_seconds
-from worker.errors import ConfigError, DatabaseUnavailable
+from worker.errors import ConfigError, DatabaseUnavailable, PortTaken
 from worker.patience import Patience
 from worker.settings import Settings, unknown_settings
 from worker.store import schema, waiting
@@ -30,10 +30,9 @@ from worker.store.connection import DATABASE_ERRORS, ConnectFailed
 from worker.systemd import Notifier
 from worker.version import VERSION
 
-LANES = 3
-"""Connections beside the pool: for claims, outcomes and heartbeats."""
 _BEAT_SECONDS = 1.0
 _SPARE_SECONDS = 1.0
+_END_SECONDS = 2.0
 _NOT_NOW: tuple[type[Exception], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
 
 
@@ -47,14 +46,14 @@ def run(settings: Settings, *, host: str, port: int) -> int:
     signals = _Signals()
     name = f"{settings.name}-{secrets.token_hex(4)}"
     logs.configure(level=settings.log_level, format=settings.log_format, worker=name, version=VERSION)
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
         for setting, nearest in unknown_settings():
             logs.emit(events.SETTING_UNKNOWN, setting=setting, nearest=nearest)
         tokens = read_tokens(settings)
         sockets = bind(host, port, tokens)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            process = _Process(make_api(settings, tokens, NoPool()), sockets)
-            runner.run(process.live(signals))
+        process = _Process(make_api(settings, tokens, NoPool()), sockets)
+        runner.run(process.live(signals))
         status = 0
     except _Stopped:
         status = 0
@@ -65,10 +64,14 @@ def run(settings: Settings, *, host: str, port: int) -> int:
     except DatabaseUnavailable as error:
         logs.emit(events.DATABASE_LOST, error=error, error_type="DatabaseUnavailable")
         status = 69
+    except PortTaken as error:
+        logs.emit(events.HTTP_PORT_TAKEN, error=error)
+        status = 69
     except Exception as error:
         logs.emit(events.INTERNAL_ERROR, where="serve", exception=error)
         status = 1
     signals.ignore()
+    ending.close_in_time(runner, status, limit_seconds=_END_SECONDS)
     logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
     logs.flush(1.0)
     return status

@@ -1,4 +1,4 @@
-"""What the routes share: the way to the database, and the three loops that write. Made in the server's event loop."""
+"""What the routes share: the way to the database, and the four loops that write. Made in the server's event loop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from worker.api.auth import Tokens
 from worker.api.claims import Claims
 from worker.api.heartbeats import Heartbeats
 from worker.api.hosts import Host
+from worker.api.name_beats import ROLE as NAMES_ROLE
+from worker.api.name_beats import NameBeats
 from worker.api.outcomes import FINISH_SETTINGS, Outcomes
 from worker.api.problems import database_unavailable
 from worker.domain import Backoff
@@ -19,6 +21,8 @@ from worker.settings import Settings
 from worker.store import claiming, tasks
 from worker.store.connection import Connection, Database, Lane, Pool, SessionLimits
 
+LANES = 4
+"""Connections beside the pool: for claims, outcomes, heartbeats and renewals of names."""
 _CLOSE_SECONDS = 0.2
 
 
@@ -35,6 +39,7 @@ class Api:
     claims: Claims
     outcomes: Outcomes
     heartbeats: Heartbeats
+    name_beats: NameBeats
     is_verified: bool = False
     """The database has been reached, and its schema fits."""
 
@@ -66,6 +71,7 @@ class Api:
             group.create_task(self.claims.run(), name="http claims")
             group.create_task(self.outcomes.run(), name="http outcomes")
             group.create_task(self.heartbeats.run(), name="http heartbeats")
+            group.create_task(self.name_beats.run(), name="http names")
 
     async def close(self) -> None:
         """Close the connections, in peace if that is quick."""
@@ -93,6 +99,7 @@ def make_api(settings: Settings, tokens: Tokens, host: Host) -> Api:
     )
     finish_lane = Lane(database, tasks.FINISH_ROLE, settings=FINISH_SETTINGS)
     heartbeat_lane = Lane(database, tasks.HEARTBEAT_ROLE, settings=keeper.LEASE_SETTINGS)
+    names_lane = Lane(database, NAMES_ROLE, settings=keeper.LEASE_SETTINGS)
     statement_seconds = limits.statement_timeout_seconds + 0.5
     # A request may come while a statement is in flight that will fail, and then need a connection.
     limit_seconds = 2 * statement_seconds + of.connect_timeout_seconds
@@ -109,7 +116,7 @@ def make_api(settings: Settings, tokens: Tokens, host: Host) -> Api:
         host=host,
         database=database,
         pool=database.pool(of.pool_size),
-        lanes=(claim_lane, finish_lane, heartbeat_lane),
+        lanes=(claim_lane, finish_lane, heartbeat_lane, names_lane),
         claims=Claims(
             database,
             claim_lane,
@@ -125,4 +132,5 @@ def make_api(settings: Settings, tokens: Tokens, host: Host) -> Api:
             statement_seconds=statement_seconds,
             limit_seconds=limit_seconds,
         ),
+        name_beats=NameBeats(database, names_lane, statement_seconds=statement_seconds, limit_seconds=limit_seconds),
     )

@@ -1,10 +1,12 @@
-"""Routes whose bodies are read as strict JSON: no NaN, no number that would be rounded to infinity, integers exact."""
+"""Routes that take what they name and nothing else: no unknown query, and bodies that are strict JSON: no NaN, no number that
+would be rounded to infinity, integers exact."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -33,28 +35,43 @@ CONFLICT: Answers = {409: {"model": models.Error, "description": "not_owner, alr
 
 class StrictRoute(APIRoute):
     """A route of this interface. One that takes a body, and at most ids from the path, reads them here: the framework's machinery
-    for dependencies, which it does not use, would cost a claim more than the database does."""
+    for dependencies, which it does not use, would cost a claim more than the database does. A query in its place is left to the
+    framework."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         of = self.dependant
-        elsewhere = (*of.query_params, *of.header_params, *of.cookie_params, *of.dependencies)
+        self._takes_no_query = self.path.startswith("/api/") and not of.query_params
+        elsewhere = (*of.header_params, *of.cookie_params, *of.dependencies)
         if len(of.body_params) == 1 and not elsewhere:
+            hints = get_type_hints(self.endpoint)
             self._body_name = of.body_params[0].name
-            self._model: type[BaseModel] = get_type_hints(self.endpoint)[self._body_name]
+            [self._model] = [one for one in get_args(hints[self._body_name]) or (hints[self._body_name],) if one is not NoneType]
+            self._without_query = {query.name: hints[query.name]() for query in of.query_params}
+            self._answer_query = self.app
             self.app = self._answer
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strictly(request: Request) -> Response:
+            self._refuse_query(request.scope)
             return await handle(_StrictRequest(request.scope, request.receive))
 
         return strictly
 
+    def _refuse_query(self, scope: Scope) -> None:
+        """Whoever asks for more than there is must not take the answer for all of it. A query that is declared checks itself."""
+        if self._takes_no_query and scope["query_string"]:
+            raise invalid("the query: none is taken here")
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refuse_query(scope)
+        if self._without_query and (scope["query_string"] or not _has_body(scope)):
+            await self._answer_query(scope, receive, send)
+            return
         request = Request(scope, receive)
-        values: dict[str, Any] = {
+        values: dict[str, Any] = self._without_query | {
             self._body_name: read_body(self._model, request.headers.get("content-type"), await request.body())
         }
         for name, value in scope["path_params"].items():
@@ -65,6 +82,11 @@ class StrictRoute(APIRoute):
             values[self.dependant.request_param_name] = request
         response: Response = await self.endpoint(**values)
         await response(scope, receive, send)
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = dict(scope["headers"])
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
 
 def read_body(model: type[M], content_type: str | None, body: bytes) -> M:

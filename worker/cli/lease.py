@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from worker.cli.printing import print_error, print_json, print_line, print_rows, safe
+from worker.cli.printing import OutputFailed, flush, print_error, print_json, print_line, print_rows, safe
 from worker.cli.reaching import DataDir, Embedded, Json, Work, connected, database_of, reach, with_schema
 from worker.domain_json import decode_json
 from worker.errors import LeaseHeld, LeaseLost
@@ -73,7 +73,10 @@ def acquire(
     embedded: Embedded = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Acquire it, or say who has it (exit status 1). Nobody renews it but `worker lease renew`."""
+    """Acquire it, or say who has it (exit status 1). Nobody renews it but `worker lease renew`.
+
+    When its fence cannot be printed it is given back (exit status 1); with --request-id it is not: ask again.
+    """
     try:
         details = decode_json(metadata)
     except ValueError as error:
@@ -92,9 +95,21 @@ def acquire(
             metadata=details,
         )
 
+    async def give_back(connection: Connection, database: Database, settings: Settings) -> None:
+        assert isinstance(answer, Lease)
+        await leases.let_go(connection, database, resource=name, holder=answer.holder, fence=answer.fence)
+
     answer = _asked(embedded, data_dir, work)
     if isinstance(answer, Lease):
-        _print_lease(answer, json)
+        try:
+            _print_lease(answer, json)
+            flush()
+        except (OutputFailed, BrokenPipeError) as error:
+            # Nobody has heard of its fence. Under a request_id whoever asks again does, and somebody may have asked before.
+            if request_id is not None:
+                raise OutputFailed(f"{_reason(error)}; lease {name!r} is held: ask again with this --request-id") from None
+            with_schema(embedded, data_dir, give_back)
+            raise OutputFailed(f"{_reason(error)}; lease {name!r} was given back") from None
         return
     if isinstance(answer, Held):
         said = {"error": "held", "holder": answer.holder, "retry_after_ms": answer.retry_after_ms}
@@ -237,6 +252,10 @@ async def _run(
     except CannotStart as error:
         print_error(str(error))
         return error.status
+
+
+def _reason(error: OutputFailed | BrokenPipeError) -> str:
+    return str(error.strerror if isinstance(error, BrokenPipeError) else error)
 
 
 def _asked(embedded: bool, data_dir: Path | None, work: Work[T]) -> T:

@@ -170,6 +170,51 @@ async def renew(
     return await _get_named(connection, database, resource=resource, fence=fence)
 
 
+class Renewal(NamedTuple):
+    """What a holder asks for that knows its lease by name."""
+
+    resource: str
+    holder: str
+    fence: int
+
+
+# Index leases_resource_key. `renew_lease` for many, each for as long as it was acquired for; a row that somebody keeps locked is
+# passed over: it must not hold up the other renewals.
+RENEW_NAMED = f"""
+WITH mine AS MATERIALIZED (
+    SELECT l.id, l.fence, l.holder, asked.place
+    FROM unnest($1::text[], $2::text[], $3::bigint[]) WITH ORDINALITY AS asked(resource, holder, fence, place)
+    JOIN {{schema}}.leases AS l ON l.resource = asked.resource
+    WHERE l.fence = asked.fence AND l.holder = asked.holder AND l.released_at IS NULL AND l.expires_at > clock_timestamp()
+    FOR NO KEY UPDATE OF l SKIP LOCKED
+)
+UPDATE {{schema}}.leases AS l
+SET renewed_at = clock_timestamp(), expires_at = clock_timestamp() + l.ttl_seconds * interval '1 second'
+FROM mine
+WHERE l.id = mine.id AND l.fence = mine.fence AND l.holder = mine.holder
+RETURNING mine.place, {_COLUMNS}
+"""
+# Index leases_resource_key. A plain read: it sees the last committed row and waits for nobody.
+LOOK_NAMED = """
+SELECT asked.place
+FROM unnest($1::text[], $2::text[], $3::bigint[]) WITH ORDINALITY AS asked(resource, holder, fence, place)
+JOIN {schema}.leases AS l ON l.resource = asked.resource
+WHERE l.fence = asked.fence AND l.holder = asked.holder AND l.released_at IS NULL AND l.expires_at > clock_timestamp()
+"""
+
+
+async def renew_named(connection: Connection, database: Database, asked: Sequence[Renewal]) -> dict[Renewal, Lease | None]:
+    """Renew every live lease of `asked`, which are all different, in one statement. None: somebody keeps its row locked. Missing
+    from the answer: this holder has no such live lease."""
+    resources, holders, fences = map(list, zip(*asked, strict=True))
+    rows = await connection.fetch(database.sql(RENEW_NAMED), resources, holders, fences)
+    answer: dict[Renewal, Lease | None] = {asked[row["place"] - 1]: _lease(row) for row in rows}
+    if len(answer) < len(asked):
+        for row in await connection.fetch(database.sql(LOOK_NAMED), resources, holders, fences):
+            answer.setdefault(asked[row["place"] - 1], None)
+    return answer
+
+
 RELEASE = "SELECT {schema}.release_lease($1, $2, $3)"
 
 
@@ -316,4 +361,4 @@ def _lease(row: Any) -> Lease:
     except ValueError:  # written by hand, in SQL: a number that only PostgreSQL can read. It must make no list unreadable
         metadata = {}
     assert isinstance(metadata, dict)  # the schema's CHECK
-    return Lease(**{**row, "metadata": metadata})
+    return Lease(**{name: row[name] for name in Lease.__slots__} | {"metadata": metadata})

@@ -24,4 +24,7 @@ def way_out(variable: str, *, pooler: bool) -> str:
     """What to do about it: `variable` is what leads to the pooler, `pooler` whether it was known to be one."""
     if pooler:
         return "leave options out of the URL, the role has to carry them: ALTER ROLE … SET"
-    return "set WORKER_POOLER=transaction" if variable == "DATABASE_URL" else f"{variable} has to name a direct route"
+    return _SAYING_SO.get(variable, f"{variable} has to name a direct route")
+
+
+_SAYING_SO = {"DATABASE_URL": "set WORKER_POOLER=transaction", "Leases: dsn": "give Leases pooler='transaction'"}

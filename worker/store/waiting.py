@@ -74,19 +74,22 @@ LANES = 5
 """Connections that a process has beside its pool: for claims, commits, leases, the reaper and LISTEN."""
 
 
-async def verify_room(connection: Connection, database: Database, *, pool_size: int, lanes: int = LANES) -> bool:
+async def verify_room(connection: Connection, database: Database, *, pool_size: int, lanes: int = LANES, beside: int = 0) -> bool:
     """A process that gets some of its connections and never the others would claim what it cannot complete. Raises ConfigError.
 
     Returns whether there is room for one more, which would be useful and is not needed.
 
-    The limit is shared with other processes, so that enough for one may still be too few.
+    `beside`: those of an HTTP interface in the same process. The limit is shared with other processes, so that enough for one may
+    still be too few.
     """
     if database.pooler:
         return True  # the limit counts the pooler's connections, not ours
     most = await connection.fetchval(ROOM)
-    if most is not None and most < lanes + pool_size:
+    needed = lanes + pool_size + beside
+    if most is not None and most < needed:
+        http = f", {beside} of the HTTP interface" if beside else ""
         raise ConfigError(
-            f"WORKER_POOL_SIZE={pool_size}: one process opens up to {lanes + pool_size} connections ({lanes} of its loops,"
+            f"WORKER_POOL_SIZE={pool_size}: one process opens up to {needed} connections ({lanes} of its loops{http},"
             f" and the pool), the role or the database has CONNECTION LIMIT {most}"
         )
-    return most is None or most > lanes + pool_size
+    return most is None or most > needed
