@@ -300,8 +300,11 @@ CREATE FUNCTION check_fence(resource text, fence bigint) RETURNS boolean
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 BEGIN
-    IF check_fence.fence IS NULL THEN
-        RAISE EXCEPTION 'fence: a number is needed' USING ERRCODE = '22004';
+    IF (octet_length(check_fence.resource) BETWEEN 1 AND 512) IS NOT TRUE THEN
+        RAISE EXCEPTION 'resource: 1 to 512 bytes of text are needed' USING ERRCODE = '22023';
+    END IF;
+    IF (check_fence.fence >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION 'fence: % is none: they begin at 1', COALESCE(check_fence.fence::text, 'NULL') USING ERRCODE = '22023';
     END IF;
     INSERT INTO fences AS f (resource, fence) VALUES (check_fence.resource, check_fence.fence)
     ON CONFLICT (resource) DO UPDATE SET fence = EXCLUDED.fence WHERE f.fence <= EXCLUDED.fence;
@@ -339,8 +342,10 @@ CREATE TABLE leases (
 -- Milliseconds that a lease goes on, rounded down; 0 when it is over.
 CREATE FUNCTION lease_expires_in_ms(expires_at timestamptz, released_at timestamptz) RETURNS bigint
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
-    SELECT CASE WHEN released_at IS NULL
-        THEN GREATEST(floor(extract(epoch FROM expires_at - clock_timestamp()) * 1000), 0)::bigint
+    -- A day is the most there can be; somebody may have written infinity.
+    SELECT CASE WHEN released_at IS NULL AND expires_at > clock_timestamp()
+        THEN GREATEST(floor(extract(epoch FROM
+            LEAST(expires_at, clock_timestamp() + interval '1 day') - clock_timestamp()) * 1000), 0)::bigint
         ELSE 0 END
 $$;
 
@@ -541,6 +546,9 @@ DECLARE
     from_slot bigint;
     to_slot bigint;
 BEGIN
+    IF (produce_slots.late_seconds BETWEEN 0 AND 1e9) IS NOT TRUE OR (produce_slots.most >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION 'late_seconds, most: 0 to 1e9 and 1 or more are needed' USING ERRCODE = '22023';
+    END IF;
     SELECT 0, 0, 0 INTO produce_slots.produced, produce_slots.skipped, produce_slots.failed;
     -- Locked to the end of this transaction: meanwhile nobody acquires the lease, and its release waits.
     SELECT l.* INTO lease FROM leases AS l WHERE l.resource = produce_slots.name FOR NO KEY UPDATE;

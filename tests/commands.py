@@ -1,16 +1,21 @@
-"""The command line under test, as a process."""
+"""The command line under test, as a process, or in this one."""
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.processes import environment
+from worker import cli
 
 
 def worker(
@@ -61,3 +66,23 @@ def worker_at_a_terminal(*arguments: str, directory: Path, timeout_seconds: floa
             process.kill() if process.poll() is None and time.monotonic() > deadline else None
             os.close(ours)
     return process.returncode, shown.decode(errors="replace").replace("\r\n", "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    status: object
+    out: str
+    err: str
+
+
+def worker_in_this_process(*arguments: str, stdin: bytes = b"") -> Ended:
+    """What `worker …` does, with pipes for its output, in milliseconds. Whatever is raised would be a traceback."""
+    streams = {"stdin": io.BytesIO(stdin), "stdout": io.BytesIO(), "stderr": io.BytesIO()}
+    texts = {name: io.TextIOWrapper(stream, encoding="utf-8", write_through=True) for name, stream in streams.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["worker", *arguments])
+        for name, text in texts.items():
+            patch.setattr(sys, name, text)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    return Ended(ended.value.code, streams["stdout"].getvalue().decode(), streams["stderr"].getvalue().decode())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.fuzzing  # noqa: F401  (the profile of every test with generated input)
 from tests.generators import Fleet
 from tests.processes import Daemon, daemons
 from tests.servers import PrivateCluster, Server, private_clusters, session_server

@@ -192,6 +192,11 @@ def verdict(outcome: Failed | Snoozed | Released, attempt: int, backoff: Backoff
 # --- text of errors --------------------------------------------------------------------------------------------------------
 
 
+def is_storable(text: str) -> bool:
+    """Whether PostgreSQL stores this text as it is: no NUL, no unpaired surrogate (as which a byte that is no UTF-8 is read)."""
+    return not any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in text)
+
+
 def clean_text(text: str, characters: int) -> str:
     """Text that PostgreSQL stores and JSON carries: no NUL, no unpaired surrogate, cut at a character."""
     cut = text if len(text) <= characters else text[: characters - 1] + "…"
@@ -211,7 +216,7 @@ def describe(error: BaseException) -> str:
     """The message of an exception, also of one whose `__str__` raises."""
     try:
         return str(error)
-    except Exception:
+    except BaseException:  # the user's code: SystemExit in there is that job's failure, too
         return "(its message cannot be printed)"
 
 
@@ -233,7 +238,7 @@ def failure(
     if with_traceback:
         try:
             detail = without_rows("".join(traceback.format_exception(error, limit=-20)), error)
-        except Exception:  # one of its parts cannot be printed
+        except BaseException:  # one of its parts cannot be printed
             detail = text
     return Failed(
         error=text,

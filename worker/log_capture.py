@@ -44,7 +44,7 @@ def install(write: Write) -> tuple[LineStream, LineStream]:
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
         fields = {
-            "message": masked(safe_text(message)),
+            "message": safe_text(message),
             "category": category.__name__,
             "where": f"{filename}:{lineno}",
         }
@@ -60,8 +60,8 @@ def install(write: Write) -> tuple[LineStream, LineStream]:
 
 def _trouble(where: str, error: BaseException | None, trace: str) -> dict[str, object]:
     return {
-        "where": where,
-        "error": masked(safe_text(error)),
+        "where": safe_text(where),
+        "error": safe_text(error),
         "error_type": type(error).__name__,
         "exception": trace,
     }
@@ -86,11 +86,11 @@ class _LoggingHandler(logging.Handler):
             # Arguments that do not fit the format are a bug of the caller; the message is worth having
             # anyway.
             message = safe_text(record.msg)
-        fields: dict[str, object] = {"message": masked(message), "logger": record.name}
+        fields: dict[str, object] = {"message": safe_text(message), "logger": record.name}
         if record.exc_info and record.exc_info[0] is not None:
             fields["exception"] = traceback_text(record.exc_info[1], record.exc_info[0], record.exc_info[2])
         if record.stack_info:
-            fields["stack"] = record.stack_info
+            fields["stack"] = safe_text(record.stack_info)
         self._write(_level_of(record.levelno), events.LOG, fields)
 
 
@@ -110,7 +110,8 @@ class LineStream(io.TextIOBase):
         self._name = name
         self._fd = fd
         self._lock = threading.RLock()
-        self._rest = ""
+        self._rests: dict[int, str] = {}
+        """By thread: `print` writes a line in several pieces, and another thread may come in between."""
         self.buffer = _ByteStream(self)
 
     @property
@@ -131,12 +132,13 @@ class LineStream(io.TextIOBase):
         return self._fd
 
     def write(self, text: str) -> int:
+        thread = threading.get_ident()
         with self._lock:
-            *lines, rest = (self._rest + text).split("\n")
+            *lines, rest = (self._rests.pop(thread, "") + text).split("\n")
             if len(rest) > MAX_TEXT_CHARACTERS:
                 lines.append(rest)
-                rest = ""
-            self._rest = rest
+            elif rest:
+                self._rests[thread] = rest
         for line in lines:
             self._say(line)
         return len(text)
@@ -144,8 +146,9 @@ class LineStream(io.TextIOBase):
     def finish(self) -> None:
         """Say what waits for the end of its line: there will be none."""
         with self._lock:
-            rest, self._rest = self._rest, ""
-        self._say(rest)
+            rests, self._rests = self._rests, {}
+        for rest in rests.values():
+            self._say(rest)
 
     def close(self) -> None:
         """Others must not be able to close the stream for everybody."""

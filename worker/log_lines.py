@@ -53,15 +53,15 @@ def json_line(identity: Identity, level: str, event: str, fields: Fields) -> byt
         "version": identity.version,
     }
     try:
-        line = orjson.dumps({**head, **fields}, default=_safe, option=_OPTIONS)
+        line = orjson.dumps({**head, **fields}, default=safe_value, option=_OPTIONS)
     except Exception:
         # Lone surrogates, numbers beyond 64 bits, keys that are no strings, cycles.
         line = b""
     if not 0 < len(line) <= _MAX_LINE_BYTES:
-        line = orjson.dumps(_safe({**head, **fields}), option=_OPTIONS)
+        line = orjson.dumps(safe_value({**head, **fields}), option=_OPTIONS)
         if len(line) > _MAX_LINE_BYTES:
             names = ", ".join(safe_text(name) for name in list(fields)[:_MAX_ITEMS])
-            line = orjson.dumps(_safe({**head, "cut": f"too much to log: {names}"}), option=_OPTIONS)
+            line = orjson.dumps(safe_value({**head, "cut": f"too much to log: {names}"}), option=_OPTIONS)
     return line
 
 
@@ -131,7 +131,7 @@ def traceback_text(error: BaseException | None, kind: type[BaseException] | None
                 kind or type(error), error, trace or error.__traceback__, limit=-200, compact=True
             ).format()
         )
-    except Exception:
+    except BaseException:  # its __str__ is the user's code, whatever that raises
         text = f"{type(error).__name__} (its traceback cannot be shown)"
     text = masked(without_rows(text, error)).rstrip()
     if len(text) > _MAX_TRACEBACK_CHARACTERS:
@@ -141,18 +141,20 @@ def traceback_text(error: BaseException | None, kind: type[BaseException] | None
 
 
 def safe_text(value: object) -> str:
-    """Text of any value: bounded, encodable, and there even when its own __str__ raises."""
+    """Text of any value: bounded, encodable, without secrets, and there even when its own __str__ raises."""
     try:
         text = value if isinstance(value, str) else str(value)
-    except Exception:
+    except BaseException:
         text = f"<{type(value).__name__} that cannot be shown>"
+    if not isinstance(value, int | float):
+        text = masked(text)  # before it is cut: half a secret would not be recognised
     if len(text) > MAX_TEXT_CHARACTERS:
         text = text[:MAX_TEXT_CHARACTERS] + _CUT
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _safe(value: object, depth: int = 0) -> object:
-    """Something JSON can hold that says the same, cut where it is too deep, too wide or too long."""
+def safe_value(value: object, depth: int = 0) -> object:
+    """Something JSON can hold that says the same without secrets, cut where it is too deep, too wide or too long."""
     match value:
         case None | bool():
             return value
@@ -167,14 +169,14 @@ def _safe(value: object, depth: int = 0) -> object:
         case datetime.date() | datetime.time():
             return value.isoformat()
         case BaseException():
-            return masked(f"{type(value).__name__}: {safe_text(value)}")
+            return f"{type(value).__name__}: {safe_text(value)}"
         case dict() | list() | tuple() | set() | frozenset() if depth >= _MAX_DEPTH:
             return _CUT
         case dict():
             items = list(value.items())[:_MAX_ITEMS]
-            return {safe_text(key): _safe(item, depth + 1) for key, item in items}
+            return {safe_text(key): safe_value(item, depth + 1) for key, item in items}
         case list() | tuple() | set() | frozenset():
-            return [_safe(item, depth + 1) for item in list(value)[:_MAX_ITEMS]]
+            return [safe_value(item, depth + 1) for item in list(value)[:_MAX_ITEMS]]
         case _:
             return safe_text(value)
 

@@ -24,9 +24,9 @@ _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _secrets: tuple[str, ...] = ()
 # The greedy middle reaches the last @ before a space: a raw @ in a password must not leave its tail behind.
 # The bounds keep a long hostile text linear.
-_URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]{0,30}://[^\s:/@]{0,200}:)\S{0,1000}@", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"\b[a-z][a-z0-9+.-]{0,30}://[^\s:/@]{0,200}:(\S{0,1000})@", re.IGNORECASE)
 _KEYWORD_PASSWORD = re.compile(
-    r"""(password["']?\s{0,9}[=:]\s{0,9})('(?:[^'\\]|\\.){0,1000}'|"(?:[^"\\]|\\.){0,1000}"|[^\s,;&)]{1,1000})""",
+    r"""password["']?\s{0,9}[=:]\s{0,9}('(?:[^'\\]|\\.){0,1000}'|"(?:[^"\\]|\\.){0,1000}"|[^\s,;&)]{1,1000})""",
     re.IGNORECASE,
 )
 
@@ -41,26 +41,42 @@ def remember(*secrets: str | None) -> None:
 
 def masked(text: str) -> str:
     """`text` without any secret that we know of or can recognise."""
-    for secret in _secrets:
-        if secret in text:
-            text = text.replace(secret, MASK)
+    # All are looked for in the text as it came: what replaces one must not hide where another begins.
+    hidden = [match.span() for secret in _secrets if secret in text for match in re.finditer(re.escape(secret), text)]
     if "://" in text:
-        text = _URL_PASSWORD.sub(rf"\g<1>{MASK}@", text)
+        hidden += [match.span(1) for match in _URL_PASSWORD.finditer(text)]
     if "password" in text.lower():
-        text = _KEYWORD_PASSWORD.sub(rf"\g<1>{MASK}", text)
-    return text
+        hidden += [match.span(1) for match in _KEYWORD_PASSWORD.finditer(text)]
+    if not hidden:
+        return text
+    shown = []
+    end = -1
+    for start, stop in sorted(hidden):
+        if start > end:
+            shown += [text[max(end, 0) : start], MASK]
+        end = max(end, stop)
+    return "".join([*shown, text[end:]])
 
 
 def without_rows(text: str, error: BaseException) -> str:
     """`text`, in which `error` or its traceback is shown, without the rows that PostgreSQL puts into the detail of an error: they
     hold what the user's tables hold, a payload included."""
     for one in _chain(error):
-        detail = getattr(one, "detail", None)
-        if isinstance(detail, str) and detail and getattr(one, "sqlstate", None) in _SHOWS_ROW:
+        detail = _row_in(one)
+        if detail:
             # In the traceback of a group every line of it is indented.
             lines = r"\n[ |]*".join(map(re.escape, detail.split("\n")))
             text = re.sub(lines, _NO_ROW, text)
     return _ROW.sub(_NO_ROW, text)
+
+
+def _row_in(error: BaseException) -> str:
+    """The detail of a PostgreSQL error, where it is a row."""
+    try:
+        detail = getattr(error, "detail", None)
+        return detail if isinstance(detail, str) and getattr(error, "sqlstate", None) in _SHOWS_ROW else ""
+    except BaseException:  # properties of the user's own exception, whatever they do
+        return ""
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -78,7 +94,7 @@ def safe_text(error: BaseException) -> str:
     """What an error says, in at most 1,000 characters that can be stored and shown, and no secret."""
     try:
         text = str(error)
-    except Exception:
+    except BaseException:  # it may be the user's code
         text = "(its message cannot be read)"
     text = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", masked(without_rows(text, error))).strip()
     return (text or type(error).__name__)[:_MESSAGE_CHARACTERS]

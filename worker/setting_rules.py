@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from pydantic import BeforeValidator
 
@@ -89,12 +89,12 @@ def check_handlers(value: object) -> object:
 
 
 def check_queues(value: object) -> object:
-    rule = f"must be names with commas between them, each 1 to {_MAX_QUEUE_BYTES} bytes without NUL"
+    rule = f"must be names with commas between them, each 1 to {_MAX_QUEUE_BYTES} bytes of UTF-8 without NUL"
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
         raise ValueError(rule)
     queues = [name.strip() if isinstance(name, str) else "" for name in names]
-    if not all(1 <= len(_bytes(name)) <= _MAX_QUEUE_BYTES and "\x00" not in name for name in queues):
+    if not all(1 <= _size(name) <= _MAX_QUEUE_BYTES and "\x00" not in name for name in queues):
         raise ValueError(rule)
     return tuple(dict.fromkeys(queues))
 
@@ -102,12 +102,12 @@ def check_queues(value: object) -> object:
 def check_schema(value: object) -> object:
     if not (
         isinstance(value, str)
-        and 1 <= len(_bytes(value)) <= _MAX_SCHEMA_BYTES
+        and 1 <= _size(value) <= _MAX_SCHEMA_BYTES
         and not set(value) & set("\x00'{}")  # our SQL names the sequence of fences inside a string
         and not value.startswith("pg_")
     ):
         raise ValueError(
-            f"must be the name of a schema, at most {_MAX_SCHEMA_BYTES} bytes, without ' {{ }}, not beginning with pg_"
+            f"must be the name of a schema, at most {_MAX_SCHEMA_BYTES} bytes of UTF-8, without ' {{ }}, not beginning with pg_"
         )
     return value
 
@@ -119,15 +119,22 @@ def check_name(value: object) -> object:
 
 
 def check_directory(value: object) -> object:
-    if not isinstance(value, str | Path) or "\x00" in str(value):
+    if not _is_path(value):
         raise ValueError("must be the path of a directory")
     return Path(value).absolute()
 
 
 def check_file(value: object) -> object:
-    if value is not None and (not isinstance(value, str | Path) or "\x00" in str(value)):
+    if value is None:
+        return None
+    if not _is_path(value):
         raise ValueError("must be the path of a file")
-    return None if value is None else Path(value).absolute()
+    return Path(value).absolute()
+
+
+def _is_path(value: object) -> TypeGuard[str | Path]:
+    # A URL in the wrong variable: as a path it would lose the // by which its password is known, and masked.
+    return isinstance(value, str | Path) and not any(sign in str(value) for sign in ("\x00", "://"))
 
 
 def broken_relations(settings: Settings) -> tuple[str, ...]:
@@ -174,5 +181,9 @@ def plain(value: object) -> str:
             return str(value)
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+def _size(text: str) -> int:
+    """Its bytes in UTF-8; 0 for what is no text: a byte in a variable that is not UTF-8 reads as an unpaired surrogate."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return 0

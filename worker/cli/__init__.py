@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from worker import ending
 from worker.cli import bench, demo, enqueue, generator, jobs, lease, printing, process, serve, stats, torture
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.masking import safe_text
@@ -134,4 +135,8 @@ def main() -> None:
         # Whatever the locale can hold: an escape is better than a traceback.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    app(prog_name="worker")
+    try:
+        app(prog_name="worker")
+    except SystemExit as error:
+        ending.wait_for_threads(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
+        raise

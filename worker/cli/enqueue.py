@@ -165,13 +165,14 @@ def _bad_line(number: int, error: Exception) -> typer.BadParameter:
 
 def read_payload(text: str) -> object:
     """The value of PAYLOAD: JSON, `-` for standard input, `@FILE` for a file. Raises ValueError, typer.BadParameter."""
+    json: str | bytes = text
+    if text == "-" or text.startswith("@"):
+        with _open(text.removeprefix("@")) as source:
+            json = source.read(LINE_BYTES)
+        if len(json) == LINE_BYTES:
+            raise ValueError(f"payload: longer than {LINE_BYTES // 1024 // 1024} MiB")
     try:
-        if text == "-":
-            return decode_json(sys.stdin.buffer.read(LINE_BYTES))
-        if text.startswith("@"):
-            with _open(text[1:]) as source:
-                return decode_json(source.read(LINE_BYTES))
-        return decode_json(text)
+        return decode_json(json)
     except ValueError as error:
         raise ValueError(f"payload: not JSON: {error}") from None
 

@@ -10,7 +10,17 @@ from typing import Annotated
 
 import typer
 
-from worker.cli.printing import counted, is_terminal, print_error, print_json, print_line, print_rows, safe, safe_lines
+from worker.cli.printing import (
+    counted,
+    is_terminal,
+    print_error,
+    print_json,
+    print_json_text,
+    print_line,
+    print_rows,
+    safe,
+    safe_lines,
+)
 from worker.cli.reaching import DataDir, Embedded, Json, Work, with_schema
 from worker.new_job import RESERVED_KEY_PREFIX
 from worker.settings import Settings
@@ -82,7 +92,7 @@ def show_job(
         print_error(f"there is no job {id}")
         raise typer.Exit(1)
     if json:
-        print_line(_details_json(details))
+        print_json_text(_details_json(details))
         return
     for name, value in asdict(details.summary).items():
         print_line(f"{name}: {'-' if value is None else safe(str(value))}")
@@ -189,7 +199,8 @@ def _filter(states: Sequence[str] | None, kind: str | None, queue: str | None, k
     try:
         return JobFilter(states=tuple(states or ()), kind=kind, queue=queue, key=key)
     except ValueError as error:
-        raise typer.BadParameter(str(error).partition(": ")[2], param_hint="--state") from None
+        option, _, reason = str(error).partition(": ")
+        raise typer.BadParameter(reason, param_hint=f"--{option}") from None
 
 
 def _choose(verb: _Verb, ids: Sequence[int] | None, wanted: JobFilter) -> list[int] | JobFilter:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 # Control characters of both sorts, line separators, what turns the direction of text, and what is no text at
 # all.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _NONE = "-"
 _FOLDED_CELLS = 24
@@ -62,7 +62,12 @@ def flush() -> None:
 
 def print_json(document: object) -> None:
     """One JSON document on one line."""
-    print_line(json.dumps(document, ensure_ascii=False))
+    print_json_text(json.dumps(document, ensure_ascii=False))
+
+
+def print_json_text(text: str) -> None:
+    """The same for one that is text already; what could steer a terminal stands in it as an escape, which means the same."""
+    print_line(_UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text))
 
 
 def counted(number: int, what: str) -> str:

@@ -11,6 +11,7 @@ import re
 import urllib.parse
 from collections.abc import Mapping
 
+from worker.domain import is_storable
 from worker.errors import ConfigError
 from worker.masking import remember
 from worker.store.target import Refusal, Target, target_of
@@ -63,6 +64,9 @@ _INSTEAD = {
     "requirepeer": "it cannot be checked here",
     "require_auth": "it cannot be checked here",
 }
+# File names, and hosts that may be the directory of a socket, are bytes; everything else is sent to the server as text.
+_PATHS = frozenset({"host", "passfile", "sslrootcert", "sslcert", "sslkey", "sslcrl"})
+_SECRET = frozenset({"password", "sslpassword"})
 _ENCODE = "percent-encode @ : / ? # % in user and password (%40 %3A %2F %3F %23 %25)"
 _PAIR = re.compile(
     r"""\s* ([^\s='\\]+) \s* = \s*
@@ -89,6 +93,9 @@ def parse(text: str | None, *, variable: str, environ: Mapping[str, str]) -> Tar
     for name, pg_variable in _OPTIONS.items():
         if pg_variable and environ.get(pg_variable):
             values.setdefault(name, environ[pg_variable])
+    for name, value in values.items():
+        if name not in _PATHS and not is_storable(value):
+            raise refusal(f"the {name} holds bytes that are not UTF-8")
     password = values.get("password")
     # A password that is also the name of something would blank out half of every message, and protect
     # nothing.
@@ -124,10 +131,14 @@ class _Reader:
             "password": self._decoded(password),
             "dbname": self._decoded(path),
         }
+        named: set[str] = set()
         for pair in query.split("&") if query else ():
             name, equals, value = pair.partition("=")
-            # With an @ behind it, a name we do not know may be the rest of a password with a raw ? in it.
-            self._check_name(name if equals else "", may_show="@" not in query)
+            # With an @ behind it, a name we do not know may be the rest of a password with a raw ? in it; after a password, of
+            # one with a raw &.
+            may_show = "@" not in query and _SECRET.isdisjoint(named)
+            self._check_name(name if equals else "", may_show=may_show)
+            named.add(name)
             given[name] = self._decoded(value)
         return given
 
@@ -154,7 +165,7 @@ class _Reader:
                 )
             name, value = matched.groups()
             # After a password, a name we do not know may be the rest of it.
-            self._check_name(name, may_show="password" not in given)
+            self._check_name(name, may_show=_SECRET.isdisjoint(given))
             if value.startswith("'"):
                 value = value[1:-1]
             given[name] = self._clean(re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL))

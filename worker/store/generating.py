@@ -54,7 +54,8 @@ SELECT COALESCE(g.state, 'STOPPED') AS state, l.holder, l.fence, COALESCE(g.ever
     CASE WHEN g.name IS NULL THEN 1 ELSE g.min_seconds END AS min_seconds,
     CASE WHEN g.name IS NULL THEN 10 ELSE g.max_seconds END AS max_seconds,
     {moment("g.last_slot_at")} AS last_slot_at,
-    extract(epoch FROM l.expires_at - clock_timestamp())::float8 AS lease_expires_in_seconds
+    CASE WHEN l.id IS NOT NULL THEN {{schema}}.lease_expires_in_ms(l.expires_at, NULL) / 1000::float8 END
+        AS lease_expires_in_seconds
 FROM (SELECT $1::text AS name) AS wanted
 LEFT JOIN {{schema}}.generators AS g ON g.name = wanted.name
 LEFT JOIN {{schema}}.leases AS l ON l.resource = wanted.name AND l.released_at IS NULL AND l.expires_at > clock_timestamp()

@@ -99,7 +99,7 @@ class Target:
     @property
     def where(self) -> str:
         """For messages: database, hosts and user."""
-        return f'database "{self.dbname}" at {", ".join(map(str, self.addresses))} as user "{self.user}"'
+        return f"database {_quoted(self.dbname)} at {', '.join(map(str, self.addresses))} as user {_quoted(self.user)}"
 
     def connect_arguments(self, address: Address) -> dict[str, object]:
         """What `asyncpg.connect` wants for one address. Reads the password file, which may have changed."""
@@ -129,7 +129,7 @@ def target_of(values: Mapping[str, str], refusal: Refusal) -> Target:
     """The target that libpq's options name; raises `refusal(rule)` where they cannot be kept."""
     for name, choices in _CHOICES.items():
         if values.get(name, choices[0]) not in choices:
-            raise refusal(f'{name} "{values[name][:40]}" is not available; use one of: {", ".join(choices)}')
+            raise refusal(f"{name} {_quoted(values[name][:40])} is not available; use one of: {', '.join(choices)}")
     addresses = _addresses(values.get("host", ""), values.get("port", ""), refusal)
     _check_tls(values, addresses, refusal)
     user = values.get("user") or _own_name(refusal)
@@ -139,7 +139,7 @@ def target_of(values: Mapping[str, str], refusal: Refusal) -> Target:
     def whole_number(name: str, default: int) -> int:
         text = values.get(name, "").strip() or "0"
         if not re.fullmatch(r"[0-9]{1,9}", text):
-            raise refusal(f'{name} "{text[:40]}" must be a whole number')
+            raise refusal(f"{name} {_quoted(text[:40])} must be a whole number")
         return int(text) or default
 
     return Target(
@@ -198,7 +198,7 @@ def _check_tls(values: Mapping[str, str], addresses: tuple[Address, ...], refusa
     for name in _FILES:
         path = values.get(name)
         if path and path != "system" and not _readable(Path(path)):
-            raise refusal(f'{name} "{path}" does not exist or cannot be read')
+            raise refusal(f"{name} {_quoted(path[-200:])} does not exist or cannot be read")
     if verified and not root:
         default = _home_file(".postgresql/root.crt")
         if default is None or not _readable(default):
@@ -213,6 +213,11 @@ def _own_name(refusal: Refusal) -> str:
         return getpass.getuser()
     except (OSError, KeyError, ImportError):
         raise refusal("names no user, and the user of this process has no name; add user=…") from None
+
+
+def _quoted(text: str) -> str:
+    """On one line, whatever is in it."""
+    return f'"{repr(text)[1:-1]}"'
 
 
 def _home_file(name: str) -> Path | None:
