@@ -7,7 +7,9 @@ not what was committed. Effects go into the table `ledger`, inside the fenced tr
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
+import gc
 import importlib
 import operator
 import os
@@ -267,9 +269,53 @@ class Demanding(Exception):
         super().__init__()
 
 
+class Slippery(Exception):
+    """Whatever is asked of it beyond its text raises."""
+
+    @property
+    def detail(self) -> str:
+        raise RuntimeError("no detail")
+
+    sqlstate = exceptions = add_note = diag = detail
+
+
 @handlers.job("fail_oddly")
 async def fail_oddly(job: Job[Any]) -> None:
+    raise_oddly(job)
+
+
+@handlers.job("fail_oddly_in_a_thread")
+def fail_oddly_in_a_thread(job: Job[Any]) -> None:
+    raise_oddly(job)
+
+
+@handlers.job("fail_oddly_in_a_transaction")
+async def fail_oddly_in_a_transaction(job: Job[Any]) -> None:
+    async with job.transaction():
+        raise_oddly(job)
+
+
+def raise_oddly(job: Job[Any]) -> None:
     match job.payload["how"]:
+        case "slippery":
+            raise Slippery("with text")
+        case "slippery cause":
+            try:
+                raise Slippery
+            except Slippery as error:
+                raise ValueError("caused") from error
+        case "circle":
+            one, other = ValueError("one"), KeyError("other")
+            one.__cause__, other.__cause__ = other, one
+            raise one
+        case "long name":
+            raise type("E" * 100_000, (Exception,), {})
+        case "base group":
+            raise BaseExceptionGroup("several", [KeyboardInterrupt(), SystemExit(4), asyncio.CancelledError()])
+        case "bottomless":
+            raise_oddly(job)
+        case "StopIteration" | "StopAsyncIteration" | "GeneratorExit" | "MemoryError" | "TimeoutError" | "InterruptedError" as name:
+            raise getattr(builtins, name)
         case "unprintable":
             raise Unprintable
         case "group":
@@ -286,9 +332,61 @@ async def fail_oddly(job: Job[Any]) -> None:
             raise ValueError("\ud800 and \x00")
 
 
+NOISE = """
+import asyncio, logging, sys, threading, warnings
+
+class Odd:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+    def __del__(self):
+        raise RuntimeError("said in __del__")
+
+def speak(log):
+    print("said by print", end="")
+    print("\\nsaid in\\nlines", "\\x1b[31m", "\\ud800", file=sys.stderr)
+    print("x" * 1_000_000)
+    sys.stdout.buffer.write(b"said in bytes \\xff\\n")
+    warnings.warn("said by a warning\\nin lines")
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        logging.exception("said by logging %s", "\\ud800")
+    logging.error("%d said with arguments that do not fit", "one")
+    logging.getLogger("a.library").critical({"said": Odd()})
+    log.info("said by job.log", odd=Odd(), number=float("nan"), text="\\ud800\\x00", nested={1: {2, 3}}, large=10**5000)
+    thread = threading.Thread(target=lambda: [][1], name="said by a thread")
+    thread.start()
+    thread.join()
+    asyncio.get_running_loop().create_task(fail())
+
+async def fail():
+    raise ValueError("said by a task that nobody awaits")
+"""
+
+
+@handlers.job("noisy")
+async def noisy(job: Job[Any]) -> None:
+    """Says things in every way there is."""
+    namespace: dict[str, Any] = {}
+    exec(NOISE, namespace)  # a library, which we did not write
+    namespace["speak"](job.log)
+    await asyncio.sleep(0)
+    gc.collect()
+
+
+@handlers.job("abort")
+async def abort(job: Job[Any]) -> None:
+    """Ends the process as the C library does when it finds its memory broken."""
+    print("last words")
+    os.abort()
+
+
 @handlers.job("snooze")
 async def snooze(job: Job[Any]) -> None:
     note("start", job)
+    if "gate" in job.payload:
+        await gate(job)
     raise Snooze(60)
 
 

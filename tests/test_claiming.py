@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.inprocess import SHAPES, Run, quick, running, seen
+from tests.inprocess import SHAPES, Run, connect, quick, running, seen
 from tests.processes import await_for
 from tests.roles import role, url_as
 from tests.servers import Server, execute
@@ -183,6 +183,42 @@ async def test_several_queues_are_served_in_turn(database_url: str) -> None:
             await await_for(lambda: len([key for key in started if key.startswith("few")]) == 10)
             assert len(started) < 60
         assert await run.value("SELECT state FROM jobs WHERE queue = 'not ours'") == "ready"
+
+
+@both_shapes
+async def test_jobs_that_cannot_be_run_now_hide_none_behind_them(database_url: str, shape: dict[str, Any]) -> None:
+    """G8: suspects, of which one runs at a time; kinds that nobody here knows; rows that somebody else has locked."""
+    handlers, started = Handlers(), []
+    go = asyncio.Event()
+
+    @handlers.job("suspect")
+    async def suspect(job: Job[object]) -> None:
+        started.append(job.key)
+        await go.wait()
+
+    @handlers.job("note")
+    async def note(job: Job[object]) -> None:
+        started.append(job.key)
+
+    other = await connect(database_url)
+    try:
+        async with seen(database_url) as run, other.transaction():
+            await run.connection.execute(
+                "INSERT INTO jobs (kind, payload, crashes, idempotency_key, available_at)"
+                " SELECT kind, '1', crashes, kind || n, now() - interval '2 hours' FROM generate_series(1, 300) AS n,"
+                " (VALUES ('suspect', 1), ('unknown', 0), ('locked', 0)) AS v (kind, crashes)"
+            )
+            await other.execute("SELECT FROM jobs WHERE kind = 'locked' FOR UPDATE")
+            await add(run, "behind", 20)
+            async with Worker(handlers, quick(database_url, workers=2, **shape)):
+                await await_for(lambda: sum(key.startswith("behind") for key in started) == 20, 30)
+                assert sum(key.startswith("suspect") for key in started) == 1
+                go.set()
+                await await_for(lambda: sum(key.startswith("suspect") for key in started) == 300, 60)
+            assert await run.value("SELECT max(attempts) FROM jobs WHERE kind = 'unknown'") == 0
+            assert set(await run.column("SELECT state FROM jobs WHERE kind IN ('unknown', 'locked')")) == {"ready"}
+    finally:
+        await other.close()
 
 
 async def test_a_job_of_the_future_is_run_when_it_is_due_and_not_before(database_url: str) -> None:

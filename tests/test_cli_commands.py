@@ -70,6 +70,23 @@ def test_bad_settings_are_78_with_a_line_each(tmp_path: Path, command: list[str]
     assert "WORKER_LEASE_SECONDS='inf'" in lines[1]
 
 
+@pytest.mark.parametrize(
+    "variable",
+    ["DATABASE_URL", "WORKER_LISTEN_DATABASE_URL", "PGUSER", "WORKERS", "WORKER_QUEUES", "WORKER_SCHEMA", "WORKER_NAME"],
+)
+def test_bytes_that_are_no_text_are_refused_by_the_name_of_their_variable(tmp_path: Path, variable: str) -> None:
+    """Whatever they are set to: nothing is tried with them, and nothing of them is shown where they may be a secret."""
+    url = "postgresql:///?host=/nowhere"
+    value = "postgresql://me:s3\udcffcret@h/db" if variable.endswith("URL") else "s3\udcffcret"
+    for command in ("check", "run"):
+        result = worker(command, directory=tmp_path, **{"DATABASE_URL": url, variable: value})
+        said = result.stderr + result.stdout
+        assert result.returncode == 78, said
+        assert ("DATABASE_URL" if variable == "PGUSER" else variable) in said
+        assert "Traceback" not in said
+        assert "cret" not in said or not variable.endswith("URL")
+
+
 @pytest.mark.parametrize("command", [["migrate"], ["jobs", "list"], ["stats"], ["check"], ["enqueue", "k", "1"], ["run"]])
 def test_a_database_that_says_no_is_78_for_every_command(server: Server, tmp_path: Path, command: list[str]) -> None:
     parts = urlsplit(server.dsn)
@@ -161,6 +178,17 @@ def test_the_daemon_says_bad_settings_as_json_on_standard_output(tmp_path: Path)
         ["enqueue", "message", "1", "--at", "tomorrow"],
         ["enqueue", "message", "1", "--at", "2030-01-01T00:00:00Z", "--delay", "1"],
         ["enqueue", "message", "@/nonexistent"],
+        ["enqueue", "message", "@/dev/zero"],
+        ["enqueue", "--file", "/dev/zero"],
+        # Bytes that are not UTF-8.
+        ["enqueue", "message\udcff", "1"],
+        ["enqueue", "message", '"\udcff"'],
+        ["enqueue", "message", "1", "--key", "\udcff"],
+        ["jobs", "list", "--kind", "\udcff"],
+        ["jobs", "list", "--queue", "\udcff"],
+        ["jobs", "retry", "--key", "\udcff"],
+        ["jobs", "cancel", "--kind", "\udcff"],
+        ["jobs", "show", "\udcff"],
         ["enqueue", "--file", "/nonexistent"],
         ["enqueue", "message", "1", "--file", "x"],
         # Not due, so not there.

@@ -15,7 +15,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import asyncpg
 import psycopg
@@ -94,6 +94,7 @@ HOSTILE = {
     "idle_in_transaction_session_timeout": "1ms",
     "idle_session_timeout": "1ms",
     "jit": "on",
+    "client_min_messages": "error",
 }
 
 
@@ -114,6 +115,7 @@ async def test_a_session_is_the_same_whatever_the_roles_defaults(empty_database_
         "idle_in_transaction_session_timeout": "1s",
         "idle_session_timeout": "0",
         "jit": "off",
+        "client_min_messages": "notice",
         # The user's SQL needs it as the role has it; ours names its schema.
         "search_path": "mine",
     }
@@ -535,6 +537,9 @@ def test_the_text_of_an_error_can_always_be_stored(error: Exception, text: str) 
 # --- TLS
 
 
+ODD_PASSWORD = "a@b#c/d%e?f:g &=+\\ü"
+
+
 class TlsServer:
     """A server of Debian's, for the embedded one has no TLS: one user by password, TLS only."""
 
@@ -580,6 +585,7 @@ class TlsServer:
         )
         with contextlib.closing(self._admin()) as admin:
             admin.execute("CREATE ROLE me LOGIN PASSWORD 'a-tls:secret'")
+            admin.execute(f"CREATE ROLE odd LOGIN PASSWORD '{ODD_PASSWORD}'")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -681,4 +687,23 @@ async def test_a_password_may_come_from_a_file_that_changes(tls: TlsServer, tmp_
     path.write_text(r"localhost:*:*:me:a-tls\:secret")
     connection = await reached.connect("test")
     assert await connection.fetchval("SELECT current_user") == "me"
+    await connection.close()
+
+
+@pytest.mark.parametrize("way", ["url", "keywords", "variable", "file"])
+async def test_a_password_of_odd_characters_logs_in(tls: TlsServer, way: str, tmp_path: Path) -> None:
+    """I2: percent-encoded in a URL, with backslashes in the keyword form and in a password file, as it is in PGPASSWORD."""
+    path = tmp_path / "pgpass"
+    path.touch(mode=0o600)
+    backslashed = ODD_PASSWORD.replace("\\", "\\\\")
+    path.write_text("*:*:*:odd:" + backslashed.replace(":", r"\:"))
+    where = f"host=localhost port={tls.port} user=odd dbname=postgres"
+    dsn, environ = {
+        "url": (f"postgresql://odd:{quote(ODD_PASSWORD, safe='')}@localhost:{tls.port}/postgres", {}),
+        "keywords": (f"{where} password='{backslashed}'", {}),
+        "variable": (where, {"PGPASSWORD": ODD_PASSWORD}),
+        "file": (where, {"PGPASSFILE": str(path)}),
+    }[way]
+    connection = await database(dsn, environ=environ).connect("test")
+    assert await connection.fetchval("SELECT current_user") == "odd"
     await connection.close()

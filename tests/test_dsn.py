@@ -187,6 +187,23 @@ def test_a_bad_pg_variable_is_refused_as_well() -> None:
     assert 'sslmode "requre"' in refusal(None, PGHOST="h", PGSSLMODE="requre")
 
 
+@pytest.mark.parametrize("name", ["user", "password", "dbname", "application_name", "options", "sslpassword"])
+def test_bytes_that_are_not_utf_8_are_refused_without_being_shown(name: str) -> None:
+    """A variable of the environment may hold any bytes; Python reads these as unpaired surrogates."""
+    said = f"the {name} holds bytes that are not UTF-8"
+    assert said in refusal(f"host=h {name}=s3\udcffcret")
+    assert said in refusal(f"postgresql://h/?{name}=s3\udcffcret")
+    variables = {"user": "PGUSER", "password": "PGPASSWORD", "dbname": "PGDATABASE"}
+    if name in variables:
+        assert said in refusal("host=h", **{variables[name]: "s3\udcffcret"})
+
+
+def test_a_file_may_have_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "ca\udcff.pem"
+    path.touch()
+    assert read("host=h sslmode=verify-ca", PGSSLROOTCERT=str(path)).driver_options["sslrootcert"] == str(path)
+
+
 def test_a_missing_authority_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     text = "postgresql://h/app?sslmode=verify-full"

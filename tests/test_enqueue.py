@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.processes import await_for
-from worker.store import schema
+from worker.store import enqueueing, schema
 from worker.store.enqueueing import Enqueued, enqueue, enqueue_many, wait
 
 COUNT = "SELECT count(*) FROM jobs"
@@ -264,6 +264,42 @@ async def test_two_bulk_callers_with_the_same_keys_in_opposite_order_never_deadl
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(caller(order)) for order in (keys, keys[::-1]) * 3]
     assert sum(task.result() for task in tasks) == len(keys)
+
+
+async def test_a_key_that_is_pruned_meanwhile_closes_no_circle_of_callers(
+    connection: asyncpg.Connection, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of the lower key is in the way of one caller, then it is gone, and a second caller inserts both keys."""
+    jobs = [{"payload": 1, "key": "lower"}, {"payload": 1, "key": "upper"}]
+    await enqueue_many(connection, jobs[:1])
+    first, pruning = await asyncpg.connect(database_url), await asyncpg.connect(database_url)
+    second: asyncio.Task[list[Enqueued]] | None = None
+    find = enqueueing._find
+
+    async def find_late(asking: asyncpg.Connection, keys: list[str], schema: str) -> list[asyncpg.Record]:
+        nonlocal second
+        if second is None:
+            await pruning.execute("DELETE FROM jobs")
+            second = asyncio.create_task(enqueue_many(connection, jobs))
+
+            async def waits() -> bool:
+                asked = "SELECT count(*) FROM pg_locks WHERE pid = $1 AND NOT granted"
+                return bool(await pruning.fetchval(asked, connection.get_server_pid()))
+
+            await await_for(waits)
+        return await find(asking, keys, schema)
+
+    monkeypatch.setattr(enqueueing, "_find", find_late)
+    try:
+        async with asyncio.timeout(20):
+            answers = await enqueue_many(first, jobs)
+            assert second is not None
+            assert [answer.created for answer in await second] == [True, True]
+        assert answers == [answer._replace(created=False) for answer in second.result()]
+        assert await connection.fetchval("SELECT count(*) FROM jobs") == 2
+    finally:
+        await first.close()
+        await pruning.close()
 
 
 async def test_ids_beyond_floats_stay_exact(connection: asyncpg.Connection) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
+from tests.commands import worker
 from tests.inprocess import SHAPES, Run, quick, running, seen
 from tests.processes import await_for
 from tests.roles import role, url_as
 from tests.servers import Server, execute
 from worker import Handlers, Job, Worker, enqueue, enqueue_many, events
+from worker.domain_json import decode_json
 from worker.store.connection import Database
 from worker.store.schema import migrate
 
@@ -114,6 +117,7 @@ async def test_the_roles_isolation_level_breaks_no_claim_and_no_commit(
         {"lock_timeout": "1ms"},
         {"idle_in_transaction_session_timeout": "50ms"},
         {"idle_session_timeout": "100ms"},
+        {"transaction_timeout": "500ms"},
         {"default_transaction_deferrable": "on", "default_transaction_isolation": "serializable"},
         {
             "standard_conforming_strings": "off",
@@ -129,8 +133,8 @@ async def test_time_limits_and_formats_of_the_role_are_not_ours(
     server: Server, user: MakeUser, database_url: str, limits: dict[str, str]
 ) -> None:
     """G12: each alone."""
-    if "idle_session_timeout" in limits and server.version.startswith("13"):
-        pytest.skip("PostgreSQL 14 has it")
+    if "transaction_timeout" in limits and int(server.version.split(".")[0]) < 17:
+        pytest.skip("PostgreSQL 17 has it")
     async with seen(database_url) as run, Worker(everything(), quick(user(**limits), poll_seconds=5)):
         await everything_works(run)
 
@@ -300,6 +304,81 @@ async def test_ids_and_fences_beyond_32_bits_work_everywhere(database_url: str, 
         row = await run.row(long_one)
         assert (row["state"], row["attempts"]) == ("ready", 0)
         assert row["fence"] > big
+
+
+# --- rows
+
+
+ODD_ROWS = r"""
+INSERT INTO jobs (idempotency_key, kind, payload, available_at, created_at, max_attempts) VALUES
+    ('long ago', 'echo', '1', '-infinity', '-infinity', 1),
+    ('bc', 'echo', '2', '4000-01-01 BC', '4000-01-01 BC', 1),
+    ('far', 'echo', '3', '294000-01-01', 'infinity', 1),
+    ('never', 'echo', '4', 'infinity', '294000-01-01', 1),
+    ('digits', 'echo', repeat('9', 5000)::jsonb, now(), now(), 1),
+    ('fraction', 'echo', ('0.' || repeat('9', 5000))::jsonb, now(), now(), 1),
+    ('beyond floats', 'echo', '1e400', now(), now(), 1),
+    ('half beyond floats', 'echo', ('1' || repeat('0', 400) || '.5')::jsonb, now(), now(), 1),
+    ('next to nothing', 'echo', '1e-5000', now(), now(), 1),
+    ('deep', 'echo', (repeat('[', 4000) || repeat(']', 4000))::jsonb, now(), now(), 1),
+    (E'key\n\x1b[31m\u202e\u0001', 'echo', '6', now(), now(), 1),
+    ('kind', E'kind\n\x1b[31m {} %s \\', '7', now(), now(), 1),
+    ('null', 'echo', 'null', now(), now(), 1);
+INSERT INTO jobs (idempotency_key, payload, state, completed_at, started_at, available_at) VALUES
+    ('done never', '1', 'succeeded', 'infinity', '-infinity', 'infinity'),
+    ('done once', '1', 'succeeded', '-infinity', 'infinity', '-infinity'),
+    ('done lately', '1', 'succeeded', now(), '-infinity', now()),
+    ('done without a start', '1', 'succeeded', now(), NULL, now()),
+    ('dead', '1', 'dead', 'infinity', NULL, now());
+INSERT INTO jobs (idempotency_key, payload, state, lease_owner, lease_until, started_at) VALUES
+    ('held for ever', '1', 'running', 'nobody', 'infinity', 'infinity'),
+    ('held long ago', '1', 'running', 'nobody', '-infinity', '-infinity');
+INSERT INTO job_failures (job_id, fence, attempt, worker, failed_at, outcome, error)
+    SELECT id, -1, 2147483647, 'w', 'infinity', 'error', E'\x1b[31m' FROM jobs;
+INSERT INTO job_effects (idempotency_key, job_id, fence, committed_at) VALUES ('x', 1, 1, 'infinity'), ('y', 1, 1, '-infinity');
+INSERT INTO processes (id, name, hostname, pid, version, queues, slots, started_at, seen_at, expires_at, health) VALUES
+    ('odd', E'\x1b[31m', 'h', -1, '', ARRAY[]::text[], -1, 'infinity', '-infinity', 'infinity', '[]'),
+    ('odder', 'n', 'h', 0, 'v', ARRAY[NULL, ''], 0, '-infinity', 'infinity', 'infinity', '{"kinds": [1, null, {}, "k"]}');
+"""
+
+
+async def test_rows_that_nobody_would_write_harm_neither_their_neighbours_nor_whoever_looks(
+    database_url: str, tmp_path: Path
+) -> None:
+    """I14: moments, numbers and texts that are legal in SQL and that no Python can hold, or no terminal should."""
+    handlers = everything()
+
+    @handlers.job("echo")
+    async def echo(job: Job[object]) -> object:
+        return job.payload
+
+    async def look() -> None:
+        for command in ("stats", "stats --json", "jobs list", "jobs list --json", "jobs show 5 --json"):
+            result = await asyncio.to_thread(worker, *command.split(), directory=tmp_path, DATABASE_URL=database_url)
+            assert (result.returncode, result.stderr) == (0, ""), command
+            if "--json" in command:
+                decode_json(result.stdout)
+            assert "\x1b[31m" not in result.stdout
+
+    async with seen(database_url) as run:
+        await run.connection.execute("CREATE TABLE ledger (key text, fence bigint)")
+        await run.connection.execute(ODD_ROWS)
+        await look()
+        async with Worker(handlers, quick(database_url, retention_seconds=3600, ledger_retention_seconds=3600)):
+            await everything_works(run)
+
+            async def all_ended() -> bool:
+                waiting = "state = 'ready' AND kind = 'echo' AND available_at <= now()"
+                return not await run.value(f"SELECT count(*) FROM jobs WHERE {waiting}")
+
+            await await_for(all_ended)
+        for event in (events.CLAIM_FAILED, events.REAPER_FAILED, events.RENEW_FAILED, events.INTERNAL_ERROR):
+            assert run.log.find(event) == []
+        await look()
+        states = dict(await run.connection.fetch("SELECT idempotency_key, state FROM jobs"))
+    assert states["null"] == states["long ago"] == states["bc"] == states["beyond floats"] == "succeeded"
+    assert states["digits"] == states["deep"] == states["half beyond floats"] == "dead"
+    assert states["far"] == states["never"] == "ready"
 
 
 # --- transactions

@@ -51,6 +51,7 @@ FLOORS: dict[int, set[str]] = {
         "listener",
         "watch",
         "rights",
+        "ending",
         "generator",
     },
     # What starts, in what order, what stops it.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from datetime import datetime
 
 import pytest
 from psycopg import sql
@@ -200,6 +204,28 @@ def test_a_late_failure_counts_until_the_reaper_has_moved_the_row(workplace: Wor
     daemon.wait_for_event("job_dead", job_id=id)
 
 
+def test_a_late_snooze_counts_until_the_reaper_has_moved_the_row(workplace: Workplace) -> None:
+    workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="30")
+    id = workplace.add("snooze", {"gate": "gate"}, max_attempts=1)
+    workplace.wait_for_notes("start")
+    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
+    workplace.open_gate()
+    assert workplace.wait_for_state(id, "ready").attempts == 0
+
+
+@SHAPES
+def test_a_late_release_counts_until_the_reaper_has_moved_the_row(workplace: Workplace, shape: dict[str, str]) -> None:
+    """No renewal is due before the stop, so nobody has noticed that the lease is over."""
+    daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="60", WORKER_SHUTDOWN_GRACE_SECONDS="0")
+    id = workplace.add("gated", {"gate": "never"}, max_attempts=1)
+    workplace.wait_for_notes("start")
+    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
+    assert daemon.stop() == 0
+    row = workplace.job(id)
+    assert (row.state, row.attempts) == ("ready", 0)
+    assert daemon.find("job_released", job_id=id, reason="shutdown")
+
+
 @SHAPES
 def test_a_healthy_job_longer_than_every_limit_is_never_rescued(workplace: Workplace, shape: dict[str, str]) -> None:
     """C8: with a second daemon that would."""
@@ -306,6 +332,72 @@ def test_one_failed_renewal_is_followed_by_the_next(workplace: Workplace) -> Non
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 1
     assert daemon.find("job_abandoned") == []
+
+
+OTHER_CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static long ahead(void) {
+    char text[32] = "";
+    int file = open(getenv("SECONDS_AHEAD"), O_RDONLY);
+    if (file >= 0 && read(file, text, sizeof text - 1) < 0) text[0] = 0;
+    if (file >= 0) close(file);
+    return atol(text);
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int answer = real(clock, now);
+    if (clock == CLOCK_REALTIME) now->tv_sec += ahead();
+    return answer;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec precise;
+    int answer = clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return answer;
+}
+time_t time(time_t *here) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    if (here) *here = precise.tv_sec;
+    return precise.tv_sec;
+}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="a clock of one's own needs a C compiler")
+@pytest.mark.parametrize("seconds", [600, -600])
+def test_a_wall_clock_that_is_wrong_or_jumps_changes_nothing(workplace: Workplace, seconds: int) -> None:
+    """C12: wrong from the start, and again in the middle of a job; another process stands by for whatever would expire."""
+    source, library, ahead = (workplace.directory / name for name in ("clock.c", "clock.so", "ahead"))
+    source.write_text(OTHER_CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=60)
+    ahead.write_text(str(seconds))
+    daemon = workplace.daemon(LD_PRELOAD=str(library), SECONDS_AHEAD=str(ahead))
+
+    def seconds_ahead(event: dict[str, str]) -> float:
+        now: datetime = workplace.value("SELECT now()")
+        return (datetime.fromisoformat(event["timestamp"]) - now).total_seconds()
+
+    assert seconds_ahead(daemon.find("daemon_ready")[0]) == pytest.approx(seconds, abs=120), "else its clock is ours"
+    long = workplace.add("nap", {"seconds": 3 * LEASE_SECONDS})
+    workplace.wait_for_notes("start")
+    other = workplace.daemon(WORKER_QUEUES="another")
+    later = workplace.value("SELECT id FROM enqueue_job('nap', '{}', run_at => now() + interval '3 seconds')")
+    ahead.write_text(str(-seconds))
+    assert workplace.wait_for_state(later, "succeeded").attempts == 1
+    assert workplace.value("SELECT started_at >= available_at FROM jobs WHERE id = %s", later)
+    assert workplace.wait_for_state(long, "succeeded").attempts == 1
+    assert seconds_ahead(daemon.wait_for_event("job_succeeded", job_id=long)) == pytest.approx(-seconds, abs=120)
+    assert daemon.find("job_abandoned") == other.find("lease_expired") == []
+    workplace.healthy()
 
 
 def test_a_time_out_stops_an_async_handler(workplace: Workplace) -> None:

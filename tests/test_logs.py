@@ -21,6 +21,7 @@ import pytest
 import structlog
 
 from tests.processes import wait_for
+from tests.workplace import Workplace
 from worker import events, log_lines, logs, masking
 from worker.log_lines import Identity, console_line, json_line
 from worker.log_sink import Sink
@@ -256,6 +257,27 @@ def test_an_exception_no_task_ever_saw_is_an_internal_error() -> None:
     assert line["where"] == "the task: Task exception was never retrieved"
 
 
+def test_the_arguments_of_a_callback_that_fails_show_no_secret() -> None:
+    line = only("""
+        import asyncio
+        from worker import masking
+
+        def fail(secret):
+            raise ValueError(secret)
+
+        async def main():
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(logs.loop_exception_handler)
+            loop.call_soon(fail, 'remembered-secret')
+            await asyncio.sleep(0)
+
+        masking.remember('remembered-secret')
+        asyncio.run(main())
+    """)
+    assert line["where"].startswith("event loop: Exception in callback fail('***')")
+    assert "remembered" not in json.dumps(line)
+
+
 def test_what_is_printed_past_python_goes_to_stderr() -> None:
     ran = run("import os, subprocess; os.write(1, b'raw\\n'); subprocess.run(['echo', 'child'])")
     assert ran.stdout == ""
@@ -282,13 +304,19 @@ def test_secrets_are_masked_in_what_others_say() -> None:
         print('remembered-secret')
         warnings.warn('remembered-secret')
         logging.error('remembered-secret', exc_info=ValueError('remembered-secret'))
-        logs.job_logger(a='remembered-secret').info('remembered-secret')
+        class Said:
+            __str__ = __repr__ = lambda self: 'remembered-secret'
+        long = 'x' * 32760 + 'remembered-secret'
+        nested = {'remembered-secret': [('remembered-secret', {'a': long}), Said(), b'remembered-secret']}
+        logs.job_logger(a='remembered-secret', said=Said(), nested=nested, number=1).info('remembered-secret')
+        logging.warning(Said(), stack_info=True)
         logs.emit(events.DATABASE_LOST, error='remembered-secret')
         raise ValueError('remembered-secret')
     """
     lines = said(code)
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert "remembered" not in json.dumps(lines)
+    assert [line["number"] for line in lines if "nested" in line] == [1]
 
 
 def test_a_forked_child_speaks_too() -> None:
@@ -324,6 +352,57 @@ def test_threads_do_not_mix_their_lines() -> None:
         assert [line["job_id"] for line in lines if line.get("kind") == kind] == list(range(500))
         told = [line["message"] for line in lines if line.get("message", "").startswith(kind)]
         assert told == [f"{kind} {n}" for n in range(500)]
+
+
+def test_whatever_a_handler_says_the_log_stays_one_object_a_line(workplace: Workplace) -> None:
+    """I8. `events` parses every line. Nothing of it is lost, and the job has succeeded."""
+    daemon = workplace.daemon()
+    id = workplace.add("noisy")
+    workplace.wait_for_state(id, "succeeded")
+    workplace.healthy()
+    assert daemon.stop() == 0
+    text = json.dumps(daemon.events, ensure_ascii=False)
+    for word in ("by print", "in bytes", "by a warning", "by logging", "with arguments", "by job.log", "by a thread", "by a task"):
+        assert f"said {word}" in text
+    assert "said in __del__" in text
+    assert "said in" in [event["message"] for event in daemon.find("print", stream="stderr")]
+    assert "lines \x1b[31m \ufffd" in [event["message"] for event in daemon.find("print", stream="stderr")]
+    assert all({"timestamp", "level", "event", "worker", "pid", "version"} <= event.keys() for event in daemon.events)
+    (said,) = daemon.find("said by job.log")
+    assert (said["job_id"], said["number"], said["text"]) == (id, None, "\ufffd\x00")
+    assert max(map(len, daemon.stdout_path.read_text().splitlines())) < 140_000
+    assert daemon.find("log_lines_dropped") == []
+    assert daemon.stderr == ""
+
+
+def test_a_process_that_aborts_leaves_whole_lines(workplace: Workplace) -> None:
+    """What the C library and faulthandler have to say goes to standard error."""
+    daemon = workplace.daemon(PYTHONFAULTHANDLER="1")
+    workplace.add("abort", max_attempts=1)
+    assert daemon.wait() == -signal.SIGABRT
+    assert daemon.stdout_path.read_text().endswith("\n")
+    assert {event["event"] for event in daemon.events} >= {"daemon_started", "daemon_ready"}
+    assert "Fatal Python error: Aborted" in daemon.stderr
+
+
+def test_a_line_that_is_written_in_pieces_belongs_to_its_thread() -> None:
+    lines = said("""
+        import sys, threading
+
+        turn = threading.Barrier(2)
+
+        def speak(pieces):
+            for piece in pieces:
+                turn.wait()
+                sys.stdout.write(piece)
+                turn.wait()
+
+        first = threading.Thread(target=speak, args=(["one ", "", "half\\n", "no end"],))
+        second = threading.Thread(target=speak, args=(["other ", "line\\nand ", "more", ""],))
+        for thread in (first, second): thread.start()
+        for thread in (first, second): thread.join()
+    """)
+    assert sorted(line["message"] for line in lines) == ["and more", "no end", "one half", "other line"]
 
 
 # --- without a reader
@@ -368,7 +447,8 @@ def test_a_full_pipe_drops_lines_counts_them_and_says_so_when_it_flows_again() -
     (dropped,) = [line["lines"] for line in lines if line["event"] == "log_lines_dropped"]
     # 1,000 events and one print were said before the pause; what was not dropped came in order, and all
     # came whole.
-    assert dropped == 1001 - (len(ids) - 1)
+    prints = sum(line["event"] == "print" for line in lines)
+    assert dropped == 1001 - (len(ids) - 1) - prints
     assert ids == sorted(ids)
     assert ids[-1] == 1000
 

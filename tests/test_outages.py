@@ -17,7 +17,8 @@ import pytest
 from psycopg import sql
 
 from tests.processes import Daemon, wait_for
-from tests.servers import PrivateCluster
+from tests.roles import role, url_as
+from tests.servers import PrivateCluster, Server
 from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, frozen
 
 SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
@@ -122,14 +123,14 @@ def commits_wait_for_a_standby(url: str) -> Iterator[None]:
         name_standby("")
 
 
-def lose_answer(workplace: Workplace, role: str, wait_event: str) -> None:
-    """End the session of this role in the middle of its COMMIT."""
+def lose_answer(workplace: Workplace, role: str, wait_event: str, *, by: str = "pg_terminate_backend") -> None:
+    """End the session of this role, or its wait, in the middle of its COMMIT."""
     waiting = """
         SELECT pid FROM pg_stat_activity WHERE application_name LIKE %s AND wait_event = %s
         AND (query ~ '^COMMIT' OR query ~ '(done|settled) AS')
     """
     (row,) = wait_for(lambda: workplace.ask(waiting, f"% {role}", wait_event))
-    workplace.ask("SELECT pg_terminate_backend(%s)", row.pid)
+    workplace.ask(f"SELECT {by}(%s)", row.pid)
 
 
 def test_a_claim_that_was_committed_but_not_answered_is_given_back(private_workplace: Workplace) -> None:
@@ -172,6 +173,29 @@ def test_a_commit_that_was_applied_but_not_answered_counts_once(
     assert workplace.states() == ({} if shape is DELETING else {"succeeded": 1})
     assert len(workplace.notes("start")) == 1
     assert workplace.ledger() == ({} if kind == "gated_plain" else {id: 1})
+    assert daemon.find("job_failed") == daemon.find("job_abandoned") == []
+    workplace.healthy()
+
+
+@pytest.mark.parametrize(("kind", "role"), [("gated", "commit"), ("own", "pool"), ("gated_plain", "commit")])
+def test_a_commit_whose_wait_for_a_standby_was_cut_short_is_not_believed(
+    private_workplace: Workplace, kind: str, role: str
+) -> None:
+    """Somebody cancels it: the server answers as always, with a warning, which the role does not care to see."""
+    workplace = private_workplace
+    workplace.db.execute("ALTER DATABASE postgres SET client_min_messages = 'error'")
+    daemon = workplace.daemon(WORKER_LEASE_SECONDS="12", WORKER_QUERY_TIMEOUT_SECONDS="3")
+    id = workplace.add(kind, {"gate": "gate"}, key="cut-short")
+    workplace.wait_for_notes("start")
+    with commits_wait_for_a_standby(workplace.url):
+        workplace.open_gate()
+        lose_answer(workplace, role, "SyncRep", by="pg_cancel_backend")
+        wait_for(lambda: workplace.states()["running"] == 0)
+        # It is looked up, and so is nobody's success before the standby is there.
+        wait_for(lambda: workplace.ask("SELECT pid FROM pg_stat_activity WHERE state = 'active' AND query ~ 'proof AS'"))
+        assert daemon.find("job_succeeded", job_id=id) == []
+    daemon.wait_for_event("job_succeeded", job_id=id)
+    assert len(workplace.notes("start")) == 1
     assert daemon.find("job_failed") == daemon.find("job_abandoned") == []
     workplace.healthy()
 
@@ -267,6 +291,58 @@ def cpu_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+@contextlib.contextmanager
+def refusing_server(code: str) -> Iterator[tuple[str, list[float]]]:
+    """Its URL, and when it was asked: a server that answers every connection with this error."""
+    fields = ("SFATAL", "VFATAL", f"C{code}", "Mnot now", "")
+    body = "\0".join(fields).encode() + b"\0"
+    answer = b"E" + (4 + len(body)).to_bytes(4, "big") + body
+    moments: list[float] = []
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                stream, _ = listener.accept()
+                with stream:
+                    stream.settimeout(5)
+                    if stream.recv(1024)[4:8] == (80877103).to_bytes(4, "big"):
+                        stream.sendall(b"N")  # no TLS here
+                        stream.recv(1024)
+                    moments.append(time.monotonic())
+                    stream.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"postgresql://me@127.0.0.1:{listener.getsockname()[1]}/db", moments
+        finally:
+            ended.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("code", ["57P03", "57P01", "57P02", "53300", "53200", "53400", "58030", "08006", "XX000", "55000"])
+def test_a_server_that_takes_nobody_for_now_is_waited_for(workplace: Workplace, code: str) -> None:
+    """A7: starting up, shutting down, recovering, full, out of memory: each ends by itself."""
+    with refusing_server(code) as (url, asked):
+        daemon = workplace.daemon(DATABASE_URL=url, ready=False)
+        assert "not now" in daemon.wait_for_event("database_lost", 20)["error"]
+        wait_for(lambda: len(asked) >= 3)
+        assert daemon.process.poll() is None
+        assert daemon.find("daemon_ready") == []
+        assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("code", ["28P01", "28000", "3D000", "42501"])
+def test_a_server_that_will_never_take_us_is_not_waited_for(workplace: Workplace, code: str) -> None:
+    with refusing_server(code) as (url, _):
+        daemon = workplace.daemon(DATABASE_URL=url, ready=False)
+        assert daemon.wait() == 78
+        assert "not now" in daemon.find("config_invalid")[0]["error"]
+
+
 @pytest.mark.parametrize("accepts", [False, True], ids=["closed", "closing"])
 def test_reconnecting_floods_neither_log_nor_network(workplace: Workplace, accepts: bool) -> None:
     """A5: growing, jittered pauses."""
@@ -349,6 +425,77 @@ def test_a_role_with_too_few_connections_is_told_how_many_are_needed(workplace: 
         assert f"CONNECTION LIMIT {limit}" in event["error"]
     finally:
         workplace.db.execute(sql.SQL("DROP OWNED BY {}; DROP ROLE {}").format(name, name))
+
+
+@contextlib.contextmanager
+def ordinary_role(server: Server, workplace: Workplace) -> Iterator[str]:
+    """One that limits hold for; it may do what a daemon and its handlers do."""
+    with role(server, workplace.url) as name:
+        for what in ("TABLES", "SEQUENCES"):
+            grant = sql.SQL("GRANT ALL ON ALL {} IN SCHEMA public TO {}").format(sql.SQL(what), sql.Identifier(name))
+            workplace.db.execute(grant)
+        yield name
+
+
+@pytest.mark.parametrize(
+    ("refuse", "allow"),
+    [
+        ("ALTER ROLE {role} NOLOGIN", "ALTER ROLE {role} LOGIN"),
+        ("ALTER ROLE {role} CONNECTION LIMIT 0", "ALTER ROLE {role} CONNECTION LIMIT -1"),
+        ("ALTER ROLE {role} VALID UNTIL '2000-01-01'; ALTER ROLE {role} NOLOGIN", "ALTER ROLE {role} LOGIN VALID UNTIL 'infinity'"),
+        ("REVOKE CONNECT ON DATABASE {db} FROM PUBLIC", "GRANT CONNECT ON DATABASE {db} TO PUBLIC"),
+        ("ALTER DATABASE {db} CONNECTION LIMIT 0", "ALTER DATABASE {db} CONNECTION LIMIT -1"),
+    ],
+    ids=["no login", "no connections", "expired", "no right", "full"],
+)
+def test_whatever_keeps_a_running_daemon_out_is_waited_out(server: Server, workplace: Workplace, refuse: str, allow: str) -> None:
+    """At a start these are faults of the configuration; once it has worked they are somebody's doing, and end."""
+    with ordinary_role(server, workplace) as name:
+        daemon = workplace.daemon(DATABASE_URL=url_as(name, workplace.url))
+        running = workplace.add("nap", {"seconds": 60})
+        workplace.wait_for_notes("start")
+        names = {"role": sql.Identifier(name), "db": sql.Identifier(workplace.db.info.dbname)}
+        workplace.db.execute(sql.SQL(refuse).format(**names))
+        try:
+            assert workplace.terminate() >= 4
+            daemon.wait_for_event("database_lost")
+            workplace.wait_for_notes("told:lease_untrusted")
+        finally:
+            workplace.db.execute(sql.SQL(allow).format(**names))
+        daemon.wait_for_event("database_restored")
+        assert workplace.value("SELECT cancel_job(%s)", running) == "cancelled"
+        workplace.healthy()
+        assert daemon.stop() == 0
+
+
+def test_a_loop_whose_place_was_taken_waits_for_one_and_costs_no_lease(server: Server, workplace: Workplace) -> None:
+    """A8: the role has no connection to spare, and somebody took that of the claims; the others go on."""
+    with ordinary_role(server, workplace) as name:
+        url = url_as(name, workplace.url)
+        daemon = workplace.daemon(DATABASE_URL=url)
+        workplace.healthy()  # each loop has its connection
+        running = workplace.add("nap", {"seconds": 3 * LEASE_SECONDS})
+        workplace.wait_for_notes("start", count=2)
+        own = sql.Identifier(name)
+        workplace.db.execute(sql.SQL("ALTER ROLE {} CONNECTION LIMIT {}").format(own, sql.Literal(len(workplace.backends()))))
+        assert workplace.terminate("claim") == 1
+
+        def taken() -> psycopg.Connection[object] | None:
+            with contextlib.suppress(psycopg.OperationalError):
+                return psycopg.connect(url)
+            return workplace.terminate("claim") and None
+
+        with wait_for(taken):
+            failed = daemon.wait_for_event("claim_failed")
+            assert "too many connections for role" in failed["error"]
+            waiting = workplace.add("nap")
+            assert workplace.wait_for_state(running, "succeeded").attempts == 1
+            assert workplace.job(waiting).state == "ready"
+        workplace.wait_for_state(waiting, "succeeded")
+        workplace.db.execute(sql.SQL("ALTER ROLE {} CONNECTION LIMIT -1").format(own))
+        assert daemon.find("job_abandoned") == []
+        assert daemon.process.poll() is None
+        assert daemon.stop() == 0
 
 
 # --- the shared connections ----------------------------------------------------------------------------------------------------

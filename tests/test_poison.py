@@ -9,10 +9,13 @@ import time
 
 import pytest
 
-from tests.processes import Daemon
+from tests.processes import Daemon, wait_for
 from tests.workplace import TEXTBOOK, Workplace
 
 SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
+
+
+ODD_PLACES = ("", "_in_a_thread", "_in_a_transaction")
 
 
 class Supervisor:
@@ -112,18 +115,35 @@ def test_jobs_taken_down_by_a_neighbour_run_again(workplace: Workplace) -> None:
         ("KeyboardInterrupt", "KeyboardInterrupt"),
         ("CancelledError", "CancelledError"),
         ("surrogate", "ValueError"),
+        ("slippery", "Slippery"),
+        ("slippery cause", "ValueError"),
+        ("circle", "ValueError"),
+        ("long name", "EEEE"),
+        ("base group", "BaseExceptionGroup"),
+        ("bottomless", "RecursionError"),
+        # Python turns the one that ends a generator into this where it leaves a coroutine.
+        ("StopIteration", "RuntimeError"),
+        ("StopAsyncIteration", "StopAsyncIteration"),
+        ("GeneratorExit", "GeneratorExit"),
+        ("MemoryError", "MemoryError"),
+        ("TimeoutError", "TimeoutError"),
+        ("InterruptedError", "InterruptedError"),
     ],
 )
 def test_an_odd_exception_is_that_jobs_failure_and_nothing_more(workplace: Workplace, how: str, name: str) -> None:
-    """D8: recorded with the name of its type, the slot is free again."""
+    """D8: recorded with the name of its type, wherever it comes from, and the slot is free again."""
     daemon = workplace.daemon(WORKERS="1")
-    id = workplace.add("fail_oddly", {"how": how}, max_attempts=2)
-    row = workplace.wait_for_state(id, "dead")
-    assert row.attempts == 2
-    assert row.last_error.startswith(name)
-    assert len(workplace.failures(id)) == 2
-    assert daemon.wait_for_event("job_dead", job_id=id)["error_type"] == name
+    ids = {where: workplace.add(f"fail_oddly{where}", {"how": how}, max_attempts=2) for where in ODD_PLACES}
+    for where, id in ids.items():
+        row = workplace.wait_for_state(id, "dead")
+        assert row.attempts == 2
+        names = {name, how} if "Stop" in how else {name}
+        assert any(row.last_error.startswith(known) for known in names), (where, row.last_error)
+        failures = workplace.failures(id)
+        assert [failure.outcome for failure in failures] == ["error"] * 2
+        assert daemon.wait_for_event("job_dead", job_id=id)["error_type"].startswith(tuple(names))
     workplace.healthy()
+    assert daemon.find("internal_error") == []
     assert daemon.process.poll() is None
 
 
@@ -137,10 +157,51 @@ def test_failing_jobs_retry_with_growing_delays_and_end_dead(workplace: Workplac
     gaps = [after - before for before, after in itertools.pairwise(starts)]
     assert len(gaps) == 4
     for gap, full in zip(gaps, (0.2, 0.4, 0.6, 0.6), strict=True):
-        assert full / 2 <= gap < full + 0.5
+        assert gap >= full / 2  # that it is not much more is said by the delays, which a busy machine does not lengthen
+    daemon.wait_for_event("job_dead", job_id=id)
     delays = [event["retry_in_seconds"] for event in daemon.find("job_failed", job_id=id)]
     assert all(full / 2 <= delay <= full for delay, full in zip(delays, (0.2, 0.4, 0.6, 0.6), strict=True))
     assert [event["attempt"] for event in daemon.find("job_dead")] == [5]
+
+
+def test_a_retry_comes_within_the_cap_after_any_number_of_attempts(workplace: Workplace) -> None:
+    """D5: numbers at which 2^n leaves an int, a float or an interval behind; and where the column itself ends."""
+    daemon = workplace.daemon(WORKER_BACKOFF_BASE_SECONDS="1", WORKER_BACKOFF_MAX_SECONDS="64")
+    most = 2**31 - 1
+    numbers = [0, 5, 31, 38, 62, 63, 64, 1_100, 32_767, 10**9, most - 2, most - 1]
+    rows = workplace.ask(
+        "INSERT INTO jobs (kind, payload, attempts, max_attempts)"
+        " SELECT 'fail', '{}', n, %s FROM unnest(%s::int[]) WITH ORDINALITY AS u(n, place) ORDER BY place RETURNING id",
+        most,
+        numbers,
+    )
+    ids = [row.id for row in rows]
+    for id in ids[:-1]:
+        delay = daemon.wait_for_event("job_failed", job_id=id)["retry_in_seconds"]
+        assert 0 < delay <= 64
+    rows = workplace.ask("SELECT *, extract(epoch FROM available_at - started_at)::float8 AS after FROM jobs ORDER BY id")
+    assert [row.attempts for row in rows] == [number + 1 for number in numbers]
+    assert all(row.state == "ready" and 0.5 <= row.after < 64 + 5 for row in rows[:-1])
+    assert workplace.wait_for_state(ids[-1], "dead").attempts == most
+    workplace.healthy()
+
+
+def test_counters_at_their_end_stop_neither_reaper_nor_claims(workplace: Workplace) -> None:
+    """One row that cannot be written would fail the statement for all."""
+    most = 2**31 - 1
+    workplace.db.execute(
+        "INSERT INTO jobs (kind, payload, state, attempts, max_attempts, crashes, lease_owner, lease_until) VALUES"
+        " ('nap', '{}', 'running', %(most)s, %(most)s, 32767, 'nobody', now()),"
+        " ('nap', '{}', 'running', %(most)s - 1, %(most)s, 32767, 'nobody', now()),"
+        " ('nap', '{}', 'ready', %(most)s, %(most)s, 0, NULL, NULL)",
+        {"most": most},
+    )
+    daemon = workplace.daemon()
+    wait_for(lambda: workplace.states() == {"dead": 2, "succeeded": 1})
+    assert workplace.value("SELECT max(attempts) FROM jobs") == most
+    assert workplace.value("SELECT max(crashes) FROM jobs") == 32_767
+    workplace.healthy()
+    assert daemon.find("claim_failed") == daemon.find("reaper_failed") == []
 
 
 def test_an_unknown_kind_waits_for_who_knows_it_without_using_attempts(workplace: Workplace) -> None:

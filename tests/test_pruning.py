@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import asyncpg
 import pytest
 import pytest_asyncio
 
+from tests.processes import await_for, environment
 from worker.store import pruning
 from worker.store.connection import Connection, Database
 from worker.store.pruning import Pruned, PruneStep
@@ -186,3 +189,46 @@ async def test_pruning_reads_finished_rows_by_primary_key_whatever_the_statistic
         text = database.sql(pruning.PRUNE_LEDGER).replace("$1", "0").replace("$2", "3600")
         plan = "\n".join(row[0] for row in await connection.fetch("EXPLAIN " + text))
         assert "Seq Scan on jobs" not in plan, plan
+
+
+SLOW_PAGES = """
+CREATE FUNCTION wait_a_moment() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(1); RETURN NULL; END $$;
+CREATE TRIGGER slow_pages AFTER DELETE ON jobs FOR EACH STATEMENT EXECUTE FUNCTION wait_a_moment();
+"""
+
+
+async def test_a_prune_that_is_killed_has_deleted_whole_pages_and_the_next_one_goes_on(
+    connection: Connection, database: Database, database_url: str, tmp_path: Path
+) -> None:
+    """G9: and no page holds a lock that a claim or a completion could wait for."""
+    await connection.execute(
+        "INSERT INTO jobs (payload, state, created_at, completed_at)"
+        " SELECT '1', 'succeeded', now() - interval '1 day', now() - interval '1 day' FROM generate_series(1, 5000)"
+    )
+    await connection.execute(SLOW_PAGES)
+    environ = environment(tmp_path, DATABASE_URL=database_url, WORKER_RETENTION_SECONDS="3600")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "worker", "jobs", "prune", env=environ)
+    try:
+
+        async def is_under_way() -> bool:
+            return 0 < await connection.fetchval("SELECT count(*) FROM jobs") < 5000
+
+        await await_for(is_under_way, 30)
+        await connection.execute("SET lock_timeout = '10ms'")
+        id = await connection.fetchval("INSERT INTO jobs (payload) VALUES ('1') RETURNING id")
+        await connection.execute("UPDATE jobs SET state = 'cancelled', completed_at = now() WHERE id = $1", id)
+    finally:
+        process.kill()
+        await process.wait()
+
+    async def is_gone() -> bool:
+        backends = "FROM pg_stat_activity WHERE datname = current_database() AND application_name ~ 'command'"
+        await connection.execute(f"SELECT pg_terminate_backend(pid) {backends}")
+        return not await connection.fetchval(f"SELECT count(*) {backends}")
+
+    await await_for(is_gone)
+    left = await connection.fetchval("SELECT count(*) FROM jobs WHERE state = 'succeeded'")
+    assert left % 1000 == 0
+    await connection.execute("DROP TRIGGER slow_pages ON jobs")
+    assert (await prune(connection, database)).jobs == left
+    assert await connection.fetchval("SELECT array_agg(id) FROM jobs") == [id]

@@ -684,7 +684,7 @@ FLOORS = (
     " setting_rules settings version",
     "log_capture log_lines log_sink logs patience store",
     "attempt builtin handlers job owntransaction",
-    "claimer committer committing generator health job_renewals keeper last_word lease_desk lease_transport listener"
+    "claimer committer committing ending generator health job_renewals keeper last_word lease_desk lease_transport listener"
     " lost_claims name_renewals"
     " places pool reaper retention rights watch writer",
     "api assembly bench cluster daemon drain embedded generator_process guardian http_calls lease_http task_client"

@@ -247,3 +247,19 @@ async def test_a_read_only_database_is_named_and_not_a_fault_of_the_schema(datab
         for refuse in (schema.migrate, schema.verify):
             with pytest.raises(DatabaseUnavailable, match="read-only"):
                 await refuse(connection, "public")
+
+
+def test_what_counts_rows_never_ends_at_32_bits(database_url: str) -> None:
+    """Sequences rise also by inserts that find their key taken; and whatever refers to such a number holds it."""
+    with psycopg.connect(database_url) as connection:
+        sequences = dict(connection.execute("SELECT sequencename, data_type::text FROM pg_sequences").fetchall())
+        columns = connection.execute(
+            "SELECT table_name || '.' || column_name, data_type FROM information_schema.columns"
+            " WHERE table_schema = 'public' AND column_name ~ '^(id|job_id|fence|produced|skipped|next_slot)$'"
+            " AND table_name NOT LIKE 'pg_%'"
+        ).fetchall()
+    assert set(sequences) >= {"fence_seq", "jobs_id_seq", "leases_id_seq"}
+    assert set(sequences.values()) == {"bigint"}
+    types = dict(columns)
+    assert {"jobs.id", "job_failures.job_id", "job_effects.fence", "leases.fence", "fences.fence"} <= set(types)
+    assert {name for name, kind in types.items() if kind != "bigint"} == {"processes.id"}

@@ -394,3 +394,13 @@ async def test_a_worker_without_runtime_directory_still_works(database_url: str,
     async with running(database_url, handlers, runtime_dir=tmp_path / "missing") as run:
         assert (await run.run("sleep", 0))["state"] == "succeeded"
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_host_of_any_name_is_present(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte that is no UTF-8 reads as an unpaired surrogate, which nothing can store."""
+    monkeypatch.setattr("socket.gethostname", lambda: "h\udcff\u00fc" + "x" * 300)
+    handlers, _ = sleepers()
+    async with running(database_url, handlers) as run:
+        assert (await run.run("sleep", 0))["state"] == "succeeded"
+        assert (await run.value("SELECT hostname FROM processes")).startswith("h?\u00fcx")
+        assert run.log.find(events.RENEW_FAILED) == []

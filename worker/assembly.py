@@ -16,7 +16,7 @@ from worker import committer, events, keeper, listener, reaper
 from worker.claimer import Claimer
 from worker.clock import local_seconds
 from worker.committer import Committer
-from worker.domain import Backoff, Lease
+from worker.domain import Backoff, Lease, clean_text
 from worker.handlers import Handlers, Lifespan
 from worker.health import HealthFile
 from worker.holding import Holdings
@@ -36,6 +36,7 @@ from worker.store.connection import Pool as Connections
 from worker.version import VERSION
 from worker.watch import Watch
 
+_HOSTNAME_CHARACTERS = 255
 _CLOSE_SECONDS = 0.2
 _AT_ONCE_SECONDS = 0.001
 
@@ -127,7 +128,15 @@ def assemble(
     renewals = JobRenewals(
         database,
         lease_lane,
-        presence=leasing.Presence(process_id, of.name, socket.gethostname(), os.getpid(), VERSION, list(of.queues), of.workers),
+        presence=leasing.Presence(
+            process_id,
+            of.name,
+            clean_text(socket.gethostname(), _HOSTNAME_CHARACTERS),  # the kernel lets it be any bytes
+            os.getpid(),
+            VERSION,
+            list(of.queues),
+            of.workers,
+        ),
         lease=lease,
         holdings=holdings,
         renew_seconds=of.renew_seconds,

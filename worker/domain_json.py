@@ -18,7 +18,13 @@ from pydantic import BaseModel
 # character takes six bytes), so this bound only keeps what is hopeless from travelling to the server.
 MAX_TEXT_CHARACTERS = 8 * 1024 * 1024
 
+# What pydantic reads; without a bound the sender's recursion limit would decide, and the handler's could be a lower one.
+MAX_DEPTH = 200
+
 _MAX_PLAIN_PARTS = 100_000
+
+# A string, whose brackets do not count, or one bracket.
+_NESTING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
 # An escaped NUL: an odd number of backslashes before "u0000". An even number is literal text, and harmless.
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -29,7 +35,7 @@ def encode_json(value: object, what: str) -> str:
 
     Pydantic models are dumped, also inside of lists and dicts; tuples become lists. Raises TypeError for what
     JSON has no word for (dates, sets, bytes, keys that are no strings), ValueError for NaN, infinities, NUL,
-    unpaired surrogates, circular or very deep values, and texts beyond 8 MiB.
+    unpaired surrogates, circular values, more than 200 levels of lists and dicts, and texts beyond 8 MiB.
     """
     if _is_plain(value):
         try:
@@ -43,7 +49,7 @@ def encode_json(value: object, what: str) -> str:
         text = _encoder.encode(value)
         _check_keys(value)
     except RecursionError:
-        raise ValueError(f"{what}: nested too deeply") from None
+        raise ValueError(f"{what}: {_TOO_DEEP}") from None
     except TypeError as error:
         raise TypeError(f"{what}: {error}") from None
     except ValueError as error:
@@ -57,6 +63,8 @@ def encode_json(value: object, what: str) -> str:
         raise ValueError(f"{what}: contains a NUL character, which PostgreSQL cannot store")
     if len(text) > MAX_TEXT_CHARACTERS:
         raise ValueError(f"{what}: {len(text):,} characters of JSON, more than 1 MiB can hold")
+    if _is_too_deep(text):
+        raise ValueError(f"{what}: {_TOO_DEEP}")
     return text
 
 
@@ -72,13 +80,20 @@ def decode_json(text: str | bytes) -> object:
         raise ValueError("nested too deeply") from None
 
 
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _PLAIN = frozenset({str, int, bool, type(None)})
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is made of nothing but JSON's own types, finite numbers and string keys; no subclasses, which may mean more."""
+    """Whether it is made of nothing but JSON's own types, finite numbers and string keys, and surely not too deep; no subclasses,
+    which may mean more."""
     waiting = [value]
-    for here in waiting:  # grows while it is walked
+    depth = end_of_level = 0
+    for place, here in enumerate(waiting):  # grows while it is walked
+        if place == end_of_level:
+            depth, end_of_level = depth + 1, len(waiting)
+            if depth > MAX_DEPTH:
+                return False
         kind = type(here)
         if kind is dict:
             for key, inner in here.items():  # type: ignore[attr-defined]
@@ -98,6 +113,20 @@ def _is_plain(value: object) -> bool:
         elif kind not in _PLAIN:
             return False
     return True
+
+
+def _is_too_deep(text: str) -> bool:
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for token in _NESTING.findall(text):
+        if token in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                return True
+        elif token in "]}":
+            depth -= 1
+    return False
 
 
 def _dump_model(value: object) -> object:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import uvloop
 
-from worker import events, logs
+from worker import ending, events, logs
 from worker.clock import local_seconds
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.generation import Wish
@@ -35,6 +35,7 @@ _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
 """To acquire and to release may take that long while the database says nothing."""
 _CLOSE_SECONDS = 0.2
+_END_SECONDS = 2.0
 _LEFT_TO_EXPIRE = 75
 
 
@@ -48,9 +49,9 @@ def run(settings: Settings, wish: Wish, *, migrate: bool = False) -> int:
     signals = _Signals(settings.lease_margin_seconds + 2 * settings.query_timeout_seconds)
     process_id = f"{settings.name}-{secrets.token_hex(4)}"
     logs.configure(level=settings.log_level, format=settings.log_format, worker=process_id, version=VERSION)
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            status = runner.run(_live(_Instance(settings, wish, process_id, migrate=migrate), signals))
+        status = runner.run(_live(_Instance(settings, wish, process_id, migrate=migrate), signals))
     except _Stopped:
         status = 0
     except ConfigError as error:
@@ -64,6 +65,7 @@ def run(settings: Settings, wish: Wish, *, migrate: bool = False) -> int:
         logs.emit(events.INTERNAL_ERROR, where="generator", exception=error)
         status = 1
     signals.ignore()
+    ending.close_in_time(runner, status, limit_seconds=_END_SECONDS)
     logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
     logs.flush(1.0)
     return status
@@ -95,7 +97,7 @@ class _Signals:
         def received(*_: object) -> None:
             self._count += 1
             if self._count == 1:
-                limit = threading.Timer(self.budget_seconds, _give_up)
+                limit = threading.Timer(self.budget_seconds, ending.end_now, [_LEFT_TO_EXPIRE])  # what is held expires
                 limit.daemon = True
                 limit.start()
                 loop.call_soon_threadsafe(ask)
@@ -113,13 +115,6 @@ class _Signals:
         """To the end: one more signal must not change the exit status."""
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
-
-
-def _give_up() -> None:
-    """The budget of the stop is used up: what is held is left to expire."""
-    logs.emit(events.SHUTDOWN_COMPLETE, status=_LEFT_TO_EXPIRE)
-    logs.flush(0.5)
-    os._exit(_LEFT_TO_EXPIRE)
 
 
 async def _live(instance: _Instance, signals: _Signals) -> int:

@@ -174,7 +174,7 @@ def loop_exception_handler(loop: asyncio.AbstractEventLoop, context: dict[str, A
     else:
         emit(
             events.INTERNAL_ERROR,
-            where=f"{name}: {context.get('message')}",
+            where=masked(f"{name}: {context.get('message')}"),  # it may show the arguments of a call
             error=error,
             error_type=type(error).__name__,
             exception=error,
@@ -206,10 +206,11 @@ class _SinkLogger:
 def _render(_logger: object, method: str, event_dict: MutableMapping[str, Any]) -> bytes:
     event = log_lines.safe_text(event_dict.pop("event", ""))
     _show_exception(event_dict)
-    fields = {name: masked(value) if isinstance(value, str) else value for name, value in event_dict.items()}
+    # What others say may hold a secret at any depth.
+    fields = {log_lines.safe_text(name): log_lines.safe_value(value) for name, value in event_dict.items()}
     assert _output is not None  # structlog was given this processor by `configure`
     level = method if method in _LEVELS else "info"
-    return _output.render(_output.identity, level, masked(event), fields)
+    return _output.render(_output.identity, level, event, fields)
 
 
 def _show_exception(event_dict: MutableMapping[str, Any]) -> None:

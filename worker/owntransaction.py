@@ -101,6 +101,8 @@ async def _commit(connection: Connection, transaction: Transaction) -> BaseExcep
             raise  # a deferred constraint: rolled back, and said so
         connection.terminate()
         return error
+    if connection.take_cut_short_wait():
+        return ConnectionError("the wait for a synchronous standby was cut short")
     return None
 
 

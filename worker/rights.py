@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import uvloop
 
-from worker import logs
+from worker import ending, logs
 
 T = TypeVar("T")
 
@@ -80,6 +80,6 @@ class RightsThread:
             await asyncio.wait(tasks, timeout=5.0)
 
     def stop(self, timeout_seconds: float) -> None:
-        """End the loop and the thread; it is a daemon thread, so one that hangs does not keep the process."""
+        """End the loop and the thread, and wait for them so long."""
         self.call(self.loop.stop)
-        self._thread.join(timeout_seconds)
+        ending.join_loop(self._thread, timeout_seconds)

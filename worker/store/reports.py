@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import asyncpg
 
+from worker.domain import is_storable
+
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
 
@@ -83,6 +85,9 @@ class JobFilter:
         for state in self.states:
             if state not in STATES:
                 raise ValueError(f"state: {state!r} is none of {', '.join(STATES)}")
+        for name, text in (("kind", self.kind), ("queue", self.queue), ("key", self.key)):
+            if text is not None and not is_storable(text):
+                raise ValueError(f"{name}: holds a NUL or bytes that are not UTF-8, which no job has")
 
     @property
     def is_empty(self) -> bool:

@@ -219,13 +219,14 @@ WITH anchors AS (
         ORDER BY j.id DESC
         LIMIT {limit}) AS s
 ), hour AS MATERIALIZED (
-    SELECT queue, kind, started_at, completed_at
+    SELECT queue, kind, completed_at,
+        CASE WHEN isfinite(started_at) THEN extract(epoch FROM completed_at - started_at)::float8 END AS seconds
     FROM sample
-    WHERE state = 'succeeded' AND completed_at > now() - interval '1 hour'
+    WHERE state = 'succeeded' AND completed_at > now() - interval '1 hour' AND isfinite(completed_at)
 )
 SELECT NULL AS queue, NULL AS kind, count(*) AS succeeded,
-    percentile_cont(0.5) WITHIN GROUP (ORDER BY extract(epoch FROM completed_at - started_at)::float8) AS p50,
-    percentile_cont(0.95) WITHIN GROUP (ORDER BY extract(epoch FROM completed_at - started_at)::float8) AS p95,
+    percentile_cont(0.5) WITHIN GROUP (ORDER BY seconds) AS p50,
+    percentile_cont(0.95) WITHIN GROUP (ORDER BY seconds) AS p95,
     extract(epoch FROM now() - min(completed_at))::float8 AS covered_seconds,
     (SELECT count(*) >= {limit} AND NOT bool_or(COALESCE(completed_at <= now() - interval '1 hour', false)) FROM sample)
         AS is_cut
@@ -287,7 +288,7 @@ def _parts(numbers: Statistics, row: Mapping[str, Any]) -> tuple[Backlog, Backlo
 
 
 DESCRIBE_PROCESSES = f"""
-SELECT id, name, hostname, pid, version, queues, slots, busy, {moment("started_at")} AS started_at,
+SELECT id, name, hostname, pid, version, array_remove(queues, NULL) AS queues, slots, busy, {moment("started_at")} AS started_at,
     {moment("seen_at")} AS seen_at, expires_at > now() AS live, hungry, health::text AS health
 FROM {{schema}}.processes
 ORDER BY processes.started_at, id
@@ -295,22 +296,31 @@ ORDER BY processes.started_at, id
 
 
 async def _describe_processes(connection: Connection, database: Database, numbers: Statistics) -> None:
-    known: set[str] = set()
-    knows = False
+    known: set[str] | None = None
     for row in await connection.fetch(database.sql(DESCRIBE_PROCESSES)):
         values = dict(row)
-        health = decode_json(values.pop("health"))
+        health = values.pop("health")
         process = ProcessSummary(**values)
         numbers.processes.append(process)
-        if process.live and isinstance(health, dict) and isinstance(health.get("kinds"), list):
-            knows = True
-            known.update(health["kinds"])
-    if knows:
+        kinds = _kinds_in(health) if process.live else None
+        if kinds is not None:
+            known = kinds | (known or set())
+    if known is not None:
         numbers.unknown_kinds = {
             kind: backlog.ready + backlog.scheduled
             for kind, backlog in numbers.kinds.items()
             if kind not in known and backlog.ready + backlog.scheduled
         }
+
+
+def _kinds_in(health: str) -> set[str] | None:
+    """The kinds that a process says it knows; None where it says nothing of them, as one of another version may."""
+    try:
+        said = decode_json(health)
+    except ValueError:
+        return None
+    kinds = said.get("kinds") if isinstance(said, dict) else None
+    return {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else None
 
 
 # Old snapshots keep dead rows alive and make every claim slower. Other roles' sessions show only to those who
