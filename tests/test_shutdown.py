@@ -172,9 +172,10 @@ def test_a_loop_blocked_for_good_costs_its_neighbours_nothing(workplace: Workpla
     daemon = workplace.daemon(WORKERS="6", WORKER_SHUTDOWN_GRACE_SECONDS="0.5")
     running = [workplace.add("nap", {"seconds": 60}, max_attempts=1) for _ in range(2)]
     workplace.wait_for_notes("start", count=2)
+    # Due in a while: by then both places are known, and the higher priority is claimed first.
     rows = workplace.ask(
-        "INSERT INTO jobs (kind, payload, priority, max_attempts)"
-        """ SELECT kind, '{"seconds": 60}', priority, 2"""
+        "INSERT INTO jobs (kind, payload, priority, max_attempts, available_at)"
+        """ SELECT kind, '{"seconds": 60}', priority, 2, now() + interval '1.5 seconds'"""
         " FROM (VALUES ('block', %s), ('nap', 0), ('nap', 0)) AS new (kind, priority) RETURNING id",
         priority,
     )

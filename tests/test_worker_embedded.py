@@ -404,3 +404,14 @@ async def test_a_host_of_any_name_is_present(database_url: str, monkeypatch: pyt
         assert (await run.run("sleep", 0))["state"] == "succeeded"
         assert (await run.value("SELECT hostname FROM processes")).startswith("h?\u00fcx")
         assert run.log.find(events.RENEW_FAILED) == []
+
+
+async def test_a_process_that_has_left_is_not_present_any_more(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keeper goes on until the end, and writes the presence as often as it can here."""
+    monkeypatch.setattr("worker.job_renewals.PRESENCE_SECONDS", 0.01)
+    handlers, _ = sleepers()
+    for _ in range(5):
+        async with running(database_url, handlers) as run:
+            assert (await run.run("sleep", 0))["state"] == "succeeded"
+        async with seen(database_url) as run:
+            assert await run.value("SELECT count(*) FROM processes") == 0

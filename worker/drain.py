@@ -113,6 +113,7 @@ class Drain:
                     await claimer.give_back_lost(connection)
                 await _return_orphans(connection, self._parts, self._database, self._process_id)
                 if not holdings.keys():
+                    await self._rights.run(self._parts.renewals.end_presence(), timeout_seconds=_left(deadline))
                     await leasing.remove_presence(connection, self._database, process_id=self._process_id)
         except DATABASE_ERRORS as error:
             said: BaseException | str = error

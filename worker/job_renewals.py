@@ -56,6 +56,8 @@ class JobRenewals:
         self._hungry = hungry
         self._health = health
         self._renew_at = 0.0
+        self._is_present = True
+        self._presence_turn = asyncio.Lock()
 
     def __len__(self) -> int:
         return len(self._holdings)
@@ -93,17 +95,9 @@ class JobRenewals:
         """
         refused: BaseException | None = None
         try:
-            connection = await self._lane.get()
-            async with asyncio.timeout(self._statement_seconds / 2):
-                await leasing.write_presence(
-                    connection,
-                    self._database,
-                    self._presence,
-                    busy=self._busy(),
-                    hungry=self._hungry(),
-                    health=self._health(),
-                    lease_seconds=self._presence_seconds,
-                )
+            async with self._presence_turn:
+                if self._is_present:
+                    await self._write_presence()
         except DATABASE_ERRORS as error:
             refused = error
             if sqlstate(error) is None:
@@ -136,6 +130,19 @@ class JobRenewals:
         async with asyncio.timeout(self._statement_seconds):
             standings = await leasing.look(connection, self._database, held=missing, owner=self._presence.id)
         return self._judge({key: held[key] for key in missing}, standings) or refused is not None
+
+    async def _write_presence(self) -> None:
+        connection = await self._lane.get()
+        async with asyncio.timeout(self._statement_seconds / 2):
+            await leasing.write_presence(
+                connection,
+                self._database,
+                self._presence,
+                busy=self._busy(),
+                hungry=self._hungry(),
+                health=self._health(),
+                lease_seconds=self._presence_seconds,
+            )
 
     def _to_renew(self) -> dict[tuple[int, int], Held]:
         """Everything held, but for handlers past their own time-out and jobs whose row their own transaction has locked."""
@@ -170,3 +177,9 @@ class JobRenewals:
         """The process ends and leaves leases to expire (call it in the keeper's loop, and poke): from now on its presence is longer
         than they are, so that they are reaped as lost, not as a crash's victims."""
         self._presence_seconds = self._lease.seconds * 2 + PRESENCE_SECONDS
+
+    async def end_presence(self) -> None:
+        """Write no presence from now on (call it in the keeper's loop); returns when none is on its way, so that it can be removed."""
+        self._is_present = False
+        async with self._presence_turn:
+            pass
