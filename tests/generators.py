@@ -21,6 +21,8 @@ from tests.commands import worker
 from tests.processes import Daemon, environment, wait_for
 
 LEASE_SECONDS = 1.0
+SLOW_MACHINE_SECONDS = 10.0
+"""What a busy machine may add to a bound: a new process may take seconds to start there."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 VARIABLES = {
     "WORKER_LEASE_SECONDS": f"{LEASE_SECONDS:g}",
@@ -119,7 +121,7 @@ class Fleet:
         assert all((moment - EPOCH) % spacing == timedelta(0) for moment in moments)
         latest = max(late for _, late in slots)
         assert min(late for _, late in slots) >= timedelta(0)
-        assert late_seconds is None or latest <= timedelta(seconds=late_seconds)
+        assert late_seconds is None or latest <= timedelta(seconds=late_seconds + SLOW_MACHINE_SECONDS)
         assert (produced, undone) == (len(slots), 0)
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ import uvloop
 
 from tests.ports import Port, Proxy
 from tests.processes import await_for
+from tests.roles import PASSWORD, url_as
 from tests.servers import Server, execute, with_database
 from worker.store.connection import (
     ConnectFailed,
@@ -35,7 +36,6 @@ from worker.store.connection import (
     safe_text,
     sqlstate,
 )
-from worker.store.dsn import parse
 
 CONNECTIONS = """
 SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE $1
@@ -66,20 +66,13 @@ def closed_port() -> Iterator[int]:
 @pytest.fixture
 def role(server: Server) -> Iterator[str]:
     name = f"role_{uuid.uuid4().hex[:12]}"
-    execute(server.dsn, "CREATE ROLE {} LOGIN SUPERUSER", name)
+    execute(server.dsn, f"CREATE ROLE {{}} LOGIN SUPERUSER PASSWORD '{PASSWORD}'", name)
     yield name
     execute(server.dsn, "DROP ROLE {}", name)
 
 
 def with_options(dsn: str, options: str) -> str:
     return dsn + ("&" if "?" in dsn else "?") + options
-
-
-def as_role(dsn: str, role: str) -> str:
-    target = parse(dsn, variable="dsn", environ={})
-    address = target.addresses[0]
-    password = f" password='{target.password}'" if target.password else ""
-    return f"host='{address.host}' port={address.port} dbname={target.dbname} user={role}{password}"
 
 
 # --- sessions
@@ -103,7 +96,7 @@ async def test_a_session_is_the_same_whatever_the_roles_defaults(empty_database_
         execute(empty_database_url, f"ALTER ROLE {{}} SET {name} = '{value}'", role)
     execute(empty_database_url, "ALTER ROLE {} SET search_path = 'mine'", role)
     limits = SessionLimits.of(lease_seconds=3, query_timeout_seconds=2)
-    async with connected(as_role(empty_database_url, role), limits=limits) as connection:
+    async with connected(url_as(role, empty_database_url), limits=limits) as connection:
         found = {name: await connection.fetchval(f"SHOW {name}") for name in (*HOSTILE, "search_path")}
     assert found == {
         "TimeZone": "UTC",
@@ -145,7 +138,7 @@ async def test_the_dsns_application_name_comes_first(server: Server) -> None:
 
 async def test_behind_a_pooler_nothing_is_set_and_nothing_prepared(empty_database_url: str, role: str) -> None:
     execute(empty_database_url, "ALTER ROLE {} SET statement_timeout = '12s'", role)
-    async with connected(as_role(empty_database_url, role), pooler=True) as connection:
+    async with connected(url_as(role, empty_database_url), pooler=True) as connection:
         assert await connection.fetchval("SHOW statement_timeout") == "12s"
         for _ in range(3):
             assert await connection.fetchval("SELECT $1::int", 1) == 1

@@ -616,6 +616,6 @@ async def test_a_database_without_the_schema_or_the_password_is_a_config_error_t
     async with Leases(empty_database_url) as leases:
         with pytest.raises(SchemaError, match="worker migrate"):
             await hold_once(leases, "nightly")
-    async with Leases(empty_database_url.replace("://", "://nobody_here:wrong@").replace("@postgres@", "@")) as leases:
+    async with Leases(url_as("nobody_here", empty_database_url)) as leases:
         with pytest.raises((ConfigError, DatabaseUnavailable)):
             await hold_once(leases, "nightly")

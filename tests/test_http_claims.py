@@ -19,6 +19,7 @@ import psycopg
 import pytest
 
 from tests.processes import await_for, wait_for
+from tests.servers import PrivateCluster
 from tests.serving import TOKEN, Served
 from worker.api.claims import Claims
 from worker.api.coalescing import QUEUE, Coalescer, Waiting
@@ -34,9 +35,9 @@ from worker.store.connection import Database, Lane, SessionLimits
 
 
 @pytest.fixture
-def patient(database_url: str, serve: Callable[..., Served]) -> Served:
-    """A server whose statements may take 2 s."""
-    return serve(database_url, WORKER_LEASE_SECONDS="30", WORKER_QUERY_TIMEOUT_SECONDS="3")
+def patient(private_cluster: Callable[..., PrivateCluster], serve: Callable[..., Served]) -> Served:
+    """A server whose statements may take 2 s, on a database server of its own, whose processes may be frozen."""
+    return serve(private_cluster().dsn, WORKER_LEASE_SECONDS="30", WORKER_QUERY_TIMEOUT_SECONDS="3")
 
 
 def test_claims_that_wait_share_a_statement_and_completions_a_transaction(patient: Served, queue: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 from psycopg import sql
 
 from tests.processes import Daemon, wait_for
-from tests.roles import role, url_as
+from tests.roles import PASSWORD, role, url_as
 from tests.servers import PrivateCluster, Server
 from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, frozen
 
@@ -415,11 +415,11 @@ def test_a_role_with_too_few_connections_is_told_how_many_are_needed(workplace: 
     """A8: rather than claiming what it could never complete."""
     role = f"few_{os.getpid()}_{limit}"
     name = sql.Identifier(role)
-    workplace.db.execute(sql.SQL("CREATE ROLE {} LOGIN CONNECTION LIMIT {}").format(name, sql.Literal(limit)))
+    workplace.db.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD {} CONNECTION LIMIT {}").format(name, PASSWORD, limit))
     try:
         workplace.db.execute(sql.SQL("GRANT ALL ON ALL TABLES IN SCHEMA public TO {}").format(name))
         workplace.db.execute(sql.SQL("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {}").format(name))
-        daemon = workplace.daemon(DATABASE_URL=workplace.url.replace("postgres@", f"{role}@"), WORKERS="16", ready=False)
+        daemon = workplace.daemon(DATABASE_URL=url_as(role, workplace.url), WORKERS="16", ready=False)
         assert daemon.wait(20) == 78
         (event,) = daemon.find("config_invalid")
         assert f"CONNECTION LIMIT {limit}" in event["error"]

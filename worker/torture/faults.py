@@ -53,7 +53,8 @@ async def inject(field: Field, step: Step) -> None:
 async def _kill(field: Field, chance: random.Random) -> bool:
     """A daemon, and now and then one of the others right behind it."""
     killed = False
-    for slot in dict.fromkeys((field.pick(chance, talks=True), field.pick(chance))):
+    others = [slot for slot in field.slots if slot.sort != "daemon"]
+    for slot in (field.pick(chance, talks=True), *chance.sample(others, chance.randrange(2))):
         async with slot.mishandled:
             life = slot.ask("kill")
             if life.asked == "kill":

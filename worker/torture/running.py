@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ _START_SECONDS: Final = 60.0
 _COME_BACK_SECONDS: Final = 60.0
 _SETTLE_SECONDS: Final = 1.5
 _QUIET_SECONDS: Final = 60.0
+_LONGEST_QUIET_SECONDS: Final = 1_800.0
 _LOOK_AGAIN_SECONDS: Final = 0.2
 _STOP_SECONDS: Final = 20.0
 _REMOVE_SECONDS: Final = 60.0
@@ -161,7 +163,7 @@ async def _run(wish: Wish, field: Field, say: Callable[[str], None]) -> tuple[Us
         await _torture(wish, field, usual, say)
         loading.cancel()
         await asyncio.wait({loading})
-        say("waiting for quiet")
+        say("waiting until every job has ended")
         await field.operator.patiently(_COME_BACK_SECONDS, lambda connection: generating.stop(connection, field.operator.database))
         quiet = await _wait_for_quiet(field)
     finally:
@@ -250,15 +252,20 @@ async def _watch_return(field: Field, before_per_second: float) -> None:
 
 
 async def _wait_for_quiet(field: Field) -> bool:
-    """Whether all jobs have ended within the limit."""
-    until = local_seconds() + _QUIET_SECONDS + 3 * field.lease_seconds
+    """Whether all jobs have ended. Gives up when for a while none has: slow ones with which a process was lost take their time, as
+    they run one by one."""
 
-    async def unfinished(connection: Connection) -> int:
+    async def count(connection: Connection) -> int:
         return sum(await audit.count_unfinished(connection, field.operator.database))
 
-    while local_seconds() < until:
-        if not await field.operator.patiently(_COME_BACK_SECONDS, unfinished):
+    begin = local_seconds()
+    fewest, since = math.inf, begin
+    while (now := local_seconds()) < min(since + _QUIET_SECONDS + 3 * field.lease_seconds, begin + _LONGEST_QUIET_SECONDS):
+        unfinished = await field.operator.patiently(_COME_BACK_SECONDS, count)
+        if unfinished == 0:
             return True
+        if unfinished < fewest:
+            fewest, since = unfinished, now
         await asyncio.sleep(_LOOK_AGAIN_SECONDS)
     return False
 
