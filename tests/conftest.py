@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,11 @@ from worker.server_programs import server_account
 
 # The controller starts the server before xdist starts its workers, which find it here.
 HANDED_DOWN = "RELIABLE_WORKER_TEST_SERVER"
+
+# Under nohup, or in the background of a script, these are ignored, and so they would be in all processes that the tests start.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 SERVER = pytest.StashKey[Server]()
 CLOSING = pytest.StashKey[contextlib.ExitStack]()

@@ -399,10 +399,11 @@ async def test_what_cannot_be_enqueued_is_refused_at_the_call(database_url: str)
         (datetime(2026, 1, 1, tzinfo=UTC), "result: "),
         ("x" * 1_100_000, "jobs_result_size"),
         ([0] * 3_000_000, "result"),
-        (functools.reduce(lambda inner, _: [inner], range(900), []), None),
+        (functools.reduce(lambda inner, _: [inner], range(199), []), None),
+        (functools.reduce(lambda inner, _: [inner], range(200), []), "result: nested more than 200 levels deep"),
         (10**140_000, "result"),
     ],
-    ids=["nan", "inf", "surrogate", "nul", "key", "object", "set", "date", "1 MiB", "16 MB", "deep", "number"],
+    ids=["nan", "inf", "surrogate", "nul", "key", "object", "set", "date", "1 MiB", "16 MB", "deep", "too deep", "number"],
 )
 async def test_a_result_that_cannot_be_stored_is_an_ordinary_failure(database_url: str, value: object, said: str | None) -> None:
     handlers = Handlers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -17,7 +18,6 @@ from tests.processes import await_for
 from tests.roles import role, url_as
 from tests.servers import Server, execute
 from worker import Handlers, Job, Worker, enqueue, enqueue_many, events
-from worker.domain_json import decode_json
 from worker.store.connection import Database
 from worker.store.schema import migrate
 
@@ -357,7 +357,7 @@ async def test_rows_that_nobody_would_write_harm_neither_their_neighbours_nor_wh
             result = await asyncio.to_thread(worker, *command.split(), directory=tmp_path, DATABASE_URL=database_url)
             assert (result.returncode, result.stderr) == (0, ""), command
             if "--json" in command:
-                decode_json(result.stdout)
+                json.loads(result.stdout, parse_int=str)
             assert "\x1b[31m" not in result.stdout
 
     async with seen(database_url) as run:

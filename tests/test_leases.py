@@ -159,7 +159,7 @@ def test_a_transaction_left_open_by_a_frozen_worker_ends_before_its_job_is_lost(
     wait_for(lambda: workplace.backends("pool", "idle in transaction"))
     with frozen([zombie.pid]):
         workplace.daemon()
-        workplace.wait_for_state(id, "succeeded", timeout_seconds=3 * LEASE_SECONDS)
+        workplace.wait_for_state(id, "succeeded", timeout_seconds=15 * LEASE_SECONDS)
     zombie.wait_for_event("job_abandoned", job_id=id)
     workplace.healthy()
 

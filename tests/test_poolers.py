@@ -106,7 +106,7 @@ def test_two_daemons_do_five_hundred_jobs_without_one_error(
 ) -> None:
     """A10: no statement that "already exists" or "does not exist", though sessions change hands with every transaction."""
     route = pooled.listening() if has_direct_route else {}
-    processes = [pooled.daemon(**shape, **route) for _ in range(2)]
+    processes = [pooled.daemon(**shape, **route, WORKER_LEASE_SECONDS="30") for _ in range(2)]
     seen: set[int] = set()
     ids = pooled.add_many(350, "nap") + pooled.add_many(100, "own") + pooled.add_many(50, "reading", {"seconds": 0.01})
 
@@ -116,7 +116,7 @@ def test_two_daemons_do_five_hundred_jobs_without_one_error(
         assert len(rows) <= FEW_CONNECTIONS
         return pooled.states() == {"succeeded": 500}
 
-    wait_for(all_done, 30)
+    wait_for(all_done, 60)
     assert pooled.ledger() == dict.fromkeys(ids, 1)
     assert pooled.ask("SELECT id FROM jobs WHERE attempts <> 1") == []
     # All of it through the pooler, whose sessions are fewer than those of one daemon.

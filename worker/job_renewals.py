@@ -179,7 +179,7 @@ class JobRenewals:
         self._presence_seconds = self._lease.seconds * 2 + PRESENCE_SECONDS
 
     async def end_presence(self) -> None:
-        """Write no presence from now on (call it in the keeper's loop); returns when none is on its way, so that it can be removed."""
+        """Write no presence from now on (call it in the keeper's loop); returns when none is on its way any more."""
         self._is_present = False
         async with self._presence_turn:
             pass
