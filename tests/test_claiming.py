@@ -363,6 +363,7 @@ async def test_whoever_comes_to_stand_before_the_cursor_is_found(database_url: s
                 await add(run, "job", 50, later_seconds=60)
                 await await_for(lambda: len([key for key in started if key.startswith("job")]) == 50)
         await await_for(lambda: {"late1", "locked1"} <= set(started))
+        await run.ended(await run.value("SELECT id FROM jobs WHERE idempotency_key = 'job25'"))
         await run.connection.execute(
             "UPDATE jobs SET state = 'ready', completed_at = NULL, attempts = 0 WHERE idempotency_key = 'job25'"
         )

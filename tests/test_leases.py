@@ -380,14 +380,14 @@ def test_a_wall_clock_that_is_wrong_or_jumps_changes_nothing(workplace: Workplac
     source.write_text(OTHER_CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=60)
     ahead.write_text(str(seconds))
-    daemon = workplace.daemon(LD_PRELOAD=str(library), SECONDS_AHEAD=str(ahead))
+    daemon = workplace.daemon(LD_PRELOAD=str(library), SECONDS_AHEAD=str(ahead), WORKER_LEASE_SECONDS="6")
 
     def seconds_ahead(event: dict[str, str]) -> float:
         now: datetime = workplace.value("SELECT now()")
         return (datetime.fromisoformat(event["timestamp"]) - now).total_seconds()
 
     assert seconds_ahead(daemon.find("daemon_ready")[0]) == pytest.approx(seconds, abs=120), "else its clock is ours"
-    long = workplace.add("nap", {"seconds": 3 * LEASE_SECONDS})
+    long = workplace.add("nap", {"seconds": 8})
     workplace.wait_for_notes("start")
     other = workplace.daemon(WORKER_QUEUES="another")
     later = workplace.value("SELECT id FROM enqueue_job('nap', '{}', run_at => now() + interval '3 seconds')")

@@ -472,9 +472,9 @@ def test_a_loop_whose_place_was_taken_waits_for_one_and_costs_no_lease(server: S
     """A8: the role has no connection to spare, and somebody took that of the claims; the others go on."""
     with ordinary_role(server, workplace) as name:
         url = url_as(name, workplace.url)
-        daemon = workplace.daemon(DATABASE_URL=url)
+        daemon = workplace.daemon(DATABASE_URL=url, WORKER_LEASE_SECONDS="6")
         workplace.healthy()  # each loop has its connection
-        running = workplace.add("nap", {"seconds": 3 * LEASE_SECONDS})
+        running = workplace.add("nap", {"seconds": 8})
         workplace.wait_for_notes("start", count=2)
         own = sql.Identifier(name)
         workplace.db.execute(sql.SQL("ALTER ROLE {} CONNECTION LIMIT {}").format(own, sql.Literal(len(workplace.backends()))))
