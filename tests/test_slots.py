@@ -171,10 +171,10 @@ async def test_large_payloads_are_not_put_into_one_transaction_by_the_thousand(i
 
 @pytest.mark.parametrize("rate", [3, 7, 1 / 7, 999, 10_000])
 async def test_a_rate_that_no_microsecond_divides_keeps_its_pace(instance: Instance, rate: float) -> None:
+    asked_at = local_seconds()
     status = await instance.start(wish(rate=rate))
     assert status.rate == pytest.approx(rate)
     seconds = 1000 / rate
-    asked_at = local_seconds()
     await instance.age(seconds)
     made = await instance.produce(late_seconds=seconds * 2, most=2000)
     more = rate * (local_seconds() - asked_at)  # time goes on while it is asked

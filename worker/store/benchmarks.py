@@ -223,9 +223,9 @@ async def count_ready(connection: Connection, database: Database) -> int:
     return int(await connection.fetchval(database.sql(READY)))
 
 
-async def count_rows(connection: Connection, database: Database) -> int:
-    """All jobs, whatever their state."""
-    return int(await connection.fetchval(database.sql("SELECT count(*) FROM {schema}.jobs")))
+async def count_rows(connection: Connection, database: Database, *, kind: str) -> int:
+    """All jobs of a kind, whatever their state."""
+    return int(await connection.fetchval(database.sql("SELECT count(*) FROM {schema}.jobs WHERE kind = $1"), kind))
 
 
 # --- what came of it
