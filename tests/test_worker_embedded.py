@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from tests.inprocess import SHAPES, quick, running, seen
+from tests.ports import Proxy
 from tests.processes import await_for
 from tests.servers import PrivateCluster, Server
 from tests.workplace import frozen
 from worker import Handlers, Job, Settings, Worker, events
+from worker.clock import local_seconds
 from worker.errors import ConfigError, DatabaseUnavailable
 
 both_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -415,3 +417,31 @@ async def test_a_process_that_has_left_is_not_present_any_more(database_url: str
             assert (await run.run("sleep", 0))["state"] == "succeeded"
         async with seen(database_url) as run:
             assert await run.value("SELECT count(*) FROM processes") == 0
+
+
+@pytest.mark.parametrize("uses", ["transaction", "connection"])
+async def test_a_handler_that_is_told_to_stop_waits_for_no_connection_that_has_gone_mute(database_url: str, uses: str) -> None:
+    """Guarantee 5: its lease passes on within the margin, and another may start then."""
+    handlers = Handlers()
+    left = asyncio.get_running_loop().create_future()
+
+    @handlers.job("query")
+    async def query(job: Job[object]) -> None:
+        async with job.connection() as connection:
+            await connection.execute("SELECT 1")
+        proxy.go_mute()
+        told_at = local_seconds() + job.remaining_seconds()  # nothing renews it from here on
+        try:
+            async with job.transaction() if uses == "transaction" else job.connection() as connection:
+                await connection.execute("SELECT 1")
+        finally:
+            left.set_result((job.cancel_reason, local_seconds() - told_at))
+
+    async with seen(database_url) as run, Proxy(database_url) as proxy:
+        async with Worker(handlers, quick(proxy.dsn, lease_seconds=4)):
+            await run.connection.execute("SELECT enqueue_job('query', '{}')")
+            async with asyncio.timeout(60):
+                reason, seconds = await left
+            proxy.flow()
+        assert reason == "lease_untrusted"
+        assert 0 <= seconds < 1, "it was waited for as long as for any statement"

@@ -38,6 +38,8 @@ from worker.watch import Watch
 
 _HOSTNAME_CHARACTERS = 255
 _CLOSE_SECONDS = 0.2
+_LEAVE_SHARE = 0.25
+"""Of the margin: a cancelled handler's roll-back may take so long, and so may giving its connection back."""
 _AT_ONCE_SECONDS = 0.001
 
 
@@ -190,6 +192,7 @@ def assemble(
             owner=process_id,
             deletes=of.retention_seconds == 0,
             query_timeout_seconds=of.query_timeout_seconds,
+            leave_seconds=of.lease_margin_seconds * _LEAVE_SHARE,
             may_start=lambda: not is_stopping(),
         ),
         committer=the_committer,

@@ -36,6 +36,7 @@ class Surroundings:
         owner: str,
         deletes: bool,
         query_timeout_seconds: float,
+        leave_seconds: float,
         may_start: Callable[[], bool],
     ) -> None:
         self.database = database
@@ -44,6 +45,9 @@ class Surroundings:
         self.deletes = deletes
         """Whether completed rows are removed at once (RETENTION_SECONDS 0)."""
         self.query_timeout_seconds = query_timeout_seconds
+        self.leave_seconds = leave_seconds
+        """How long each step may take by which a cancelled handler lets go of a connection, which may be dead: it has to have
+        stopped before its lease can pass on."""
         self.may_start = may_start
         """False from the moment a shutdown has begun."""
 
@@ -226,7 +230,9 @@ class Job(Generic[P]):
             raise RuntimeError("job.connection() needs an `async def` handler")
         if self._held.phase is Phase.OWN_TRANSACTION and not self._committed:
             raise RuntimeError("read on the transaction's own connection: holding two can starve the pool")
-        async with self._surroundings.pool.acquire(timeout_seconds=self._surroundings.query_timeout_seconds) as connection:
+        async with self._surroundings.pool.acquire(
+            timeout_seconds=self._surroundings.query_timeout_seconds, leave_seconds=self._surroundings.leave_seconds
+        ) as connection:
             self._connections += 1
             try:
                 yield connection

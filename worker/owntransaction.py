@@ -30,12 +30,13 @@ async def fenced(held: Held, around: Surroundings, result: Callable[[], str | No
     """The connection inside a transaction that has completed the job; committed when the block ends without an exception."""
     job = held.job
     with contextlib.ExitStack() as afterwards:  # once the connection has been given back
-        async with around.pool.acquire(timeout_seconds=around.query_timeout_seconds) as connection:
+        async with around.pool.acquire(
+            timeout_seconds=around.query_timeout_seconds, leave_seconds=around.leave_seconds
+        ) as connection:
             session = underlying(connection)
             # asyncpg's own, so that `tx.transaction()` inside is a savepoint.
             transaction = connection.transaction(isolation="read_committed")
             await transaction.start()
-            held.phase = Phase.OWN_TRANSACTION
             with _losing_protection_with(session, held) as protection:
                 try:
                     session.stay_in_transaction(True)
@@ -47,13 +48,17 @@ async def fenced(held: Held, around: Surroundings, result: Callable[[], str | No
                         raise LeaseLost(f"job {job.id}: fence {job.fence} is stale")
                     if already_applied:
                         raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
+                    # Not before this answer: until then nobody knows that the row is locked, and the lease is what counts.
+                    held.phase = Phase.OWN_TRANSACTION
                     yield connection
                     if not await settling.close_own(connection, around.database, job, result=result()):
                         raise RuntimeError("the transaction was ended by hand inside job.transaction()")
-                except BaseException:
+                except BaseException as error:
                     session.stay_in_transaction(False)
+                    is_cancelled = isinstance(error, asyncio.CancelledError)
+                    limit_seconds = around.leave_seconds if is_cancelled else around.query_timeout_seconds
                     try:
-                        await _roll_back(session, transaction, around.query_timeout_seconds)
+                        await _roll_back(session, transaction, limit_seconds)
                     finally:
                         held.phase = Phase.RUNNING
                     raise

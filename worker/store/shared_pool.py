@@ -29,8 +29,8 @@ class Pool:
         self._closed = False
 
     @contextlib.asynccontextmanager
-    async def acquire(self, *, timeout_seconds: float) -> AsyncIterator[Connection]:
-        """A connection for the block.
+    async def acquire(self, *, timeout_seconds: float, leave_seconds: float | None = None) -> AsyncIterator[Connection]:
+        """A connection for the block. `leave_seconds`: after a block that was cancelled, giving it back may take so long.
 
         Raises TimeoutError when none is free within the limit, `ConnectFailed` when none can be had.
         """
@@ -51,14 +51,19 @@ class Pool:
         pool = self._pool
         connection = await pool.acquire(timeout=timeout_seconds)
         opened_at = connection.opened_at
+        release_seconds = self._database.limits.statement_timeout_seconds
         try:
             yield connection
+        except asyncio.CancelledError:
+            if leave_seconds is not None:
+                release_seconds = min(release_seconds, leave_seconds)
+            raise
         finally:
             # A connection that cannot be reset is gone; what the block did is not affected by that.
             with contextlib.suppress(*DATABASE_ERRORS):
                 if self._closed or asyncio.get_running_loop().time() - opened_at > MAX_AGE_SECONDS:
                     connection.terminate()
-                await pool.release(connection, timeout=self._database.limits.statement_timeout_seconds)
+                await pool.release(connection, timeout=release_seconds)
 
     async def close(self, timeout_seconds: float) -> None:
         """Wait for borrowers and close in peace within the limit, then by force. Raises nothing."""
