@@ -140,9 +140,9 @@ async def fill(connection: Connection, database: Database, filling: Filling, *, 
 
 
 FILL_FINISHED = """
-INSERT INTO {schema}.jobs (idempotency_key, kind, payload, state, attempts, fence, started_at, completed_at)
+INSERT INTO {schema}.jobs (idempotency_key, kind, payload, state, attempts, fence, created_at, started_at, completed_at)
 SELECT 'finished-' || g, $1, jsonb_build_object('n', g, 'text', $2::text), 'succeeded', 1, nextval('{schema}.fence_seq'),
-    now() - make_interval(secs => $4), now() - make_interval(secs => $4)
+    now() - make_interval(secs => $4), now() - make_interval(secs => $4), now() - make_interval(secs => $4)
 FROM generate_series(1, $3::int) AS g
 """
 
