@@ -7,7 +7,6 @@ rounds the renewals of many leases are one statement.
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from typing import TYPE_CHECKING
 
@@ -76,7 +75,7 @@ class NameRenewals:
         if not self._retry:
             return self._next_at()
         others = [self._due_at(one) for key, one in self._held.items() if key not in self._retry]
-        return min(*others, local_seconds() + self.retry_seconds() * random.uniform(0.7, 1), math.inf)
+        return min([*others, local_seconds() + self.retry_seconds() * random.uniform(0.7, 1)])
 
     def _next_at(self) -> float:
         return min(map(self._due_at, self._held.values()), default=local_seconds() + _IDLE_SECONDS)

@@ -48,8 +48,10 @@ async def fenced(held: Held, around: Surroundings, result: Callable[[], str | No
                         raise LeaseLost(f"job {job.id}: fence {job.fence} is stale")
                     if already_applied:
                         raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
-                    # Not before this answer: until then nobody knows that the row is locked, and the lease is what counts.
-                    held.phase = Phase.OWN_TRANSACTION
+                    # Not before this answer: until then nobody knows that the row is locked, and the lease is what counts. Nor when
+                    # the session has ended right behind it, as its listener has spoken already.
+                    if not session.is_closed():
+                        held.phase = Phase.OWN_TRANSACTION
                     yield connection
                     if not await settling.close_own(connection, around.database, job, result=result()):
                         raise RuntimeError("the transaction was ended by hand inside job.transaction()")
