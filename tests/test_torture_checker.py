@@ -6,6 +6,8 @@ test_torture.py.
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -1121,6 +1123,14 @@ def test_who_comes_too_late_to_end_a_process_does_not_hide_that_it_ended_by_itse
     slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
     slot.lives.append(Life("t0-1", cast("Any", Process(1)), None))
     assert [slot.ask(asked).asked for asked in ("kill", "term")] == ["nothing", "nothing"]
+
+
+def test_a_process_that_has_ended_by_itself_is_neither_frozen_nor_a_fault_of_the_torture(tmp_path: Path) -> None:
+    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    slot.lives.append(Life("t0-1", process, None))
+    assert not asyncio.run(slot.freeze(0))
 
 
 def test_a_job_that_kills_its_process_explains_its_end(tmp_path: Path) -> None:

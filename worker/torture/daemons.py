@@ -194,16 +194,15 @@ class Slot:
         return life
 
     async def freeze(self, seconds: float) -> bool:
-        """Let it stand still. Returns whether it did, to the end."""
+        """Let it stand still. Returns whether it did, to the end: it may have ended by itself."""
         life = self.life
         began_at = local_seconds()
-        os.kill(life.process.pid, signal.SIGSTOP)
+        life.process.send_signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
             return _stands_still(life.process)
         finally:
-            if life.process.poll() is None:
-                os.kill(life.process.pid, signal.SIGCONT)
+            life.process.send_signal(signal.SIGCONT)
             self.excuse(life, began_at)
 
     def excuse(self, life: Life, began_at: float) -> None:
