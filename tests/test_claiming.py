@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.inprocess import SHAPES, Run, connect, quick, running, seen
+from tests.inprocess import SHAPES, Run, both_shapes, connect, quick, running, seen
 from tests.processes import await_for
 from tests.roles import role, url_as
 from tests.servers import Server, execute
@@ -21,8 +21,6 @@ from worker.store import claiming, leasing, reaping, settling
 from worker.store.claiming import START, Cursor
 from worker.store.connection import Connection, Database, read_moments_as_microseconds
 from worker.store.settling import Completion
-
-both_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 OWNER = "test-00000000"
 ADD = """
@@ -145,7 +143,7 @@ async def test_a_stream_of_notifications_does_not_hide_a_new_priority(database_u
         try:
             await await_for(lambda: len(started) > 200)
             await add(run, "urgent", priority=9)
-            await await_for(lambda: "urgent1" in started, timeout_seconds=3)
+            await await_for(lambda: "urgent1" in started)
             assert not streaming.done()
         finally:
             streaming.cancel()
@@ -226,7 +224,7 @@ async def test_a_job_of_the_future_is_run_when_it_is_due_and_not_before(database
     async with running(database_url, handlers, poll_seconds=30) as run:
         id = await run.enqueue("note", delay_seconds=0.4)
         row = await run.ended(id)
-        assert 0 <= (row["started_at"] - row["available_at"]).total_seconds() < 1
+        assert 0 <= (row["started_at"] - row["available_at"]).total_seconds() < 10  # and not at the next poll
 
 
 # --- never more than asked for
@@ -314,8 +312,8 @@ async def test_large_payloads_are_claimed_a_few_at_a_time(database_url: str) -> 
 
 
 async def test_a_process_holds_no_more_payload_than_its_bound(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.claimer.PAYLOAD_BYTES_A_CLAIM", 1_000_000)
-    monkeypatch.setattr("worker.claimer.PAYLOAD_BYTES_AHEAD", 2_000_000)
+    monkeypatch.setattr("worker.demand.PAYLOAD_BYTES_A_CLAIM", 1_000_000)
+    monkeypatch.setattr("worker.demand.PAYLOAD_BYTES_AHEAD", 2_000_000)
     handlers, most = Handlers(), [0]
 
     @handlers.job("weigh")

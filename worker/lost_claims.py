@@ -57,19 +57,19 @@ class LostClaims:
         """Return what claims without an answer have taken, and forget those that are surely over."""
         if not self._lost:
             return
-        over = [one for one in self._lost if await is_over(connection, *one, limit_seconds=self._limit_seconds)]
+        over = [one for one in self._lost if await is_over(connection, self._database, *one, limit_seconds=self._limit_seconds)]
         released = await claiming.recover(connection, self._database, owner=self._owner, held=self._holdings.keys())
-        self._lost = [one for one in self._lost if one not in over]
         for job in released:
-            logs.emit(
-                events.JOB_RELEASED,
-                **job.log_fields(),
-                reason="claim_lost",
-            )
+            logs.emit(events.JOB_RELEASED, **job.log_fields(), reason="claim_lost")
+        if over and not await claiming.orphans_are_left(connection, self._database, owner=self._owner, held=self._holdings.keys()):
+            self._lost = [one for one in self._lost if one not in over]
 
 
-async def is_over(connection: Connection, backend: Backend | None, since: float, *, limit_seconds: float) -> bool:
-    """Whether what was dropped at the local moment `since` can no longer commit. `limit_seconds`: what a statement may take."""
+async def is_over(
+    connection: Connection, database: Database, backend: Backend | None, since: float, *, limit_seconds: float
+) -> bool:
+    """Whether the claim that was dropped at the local moment `since` can no longer commit. `limit_seconds`: how long its answer was
+    waited for; behind a transaction pooler the server may work at it for as long as the role lets any statement run."""
     if backend is None:
-        return local_seconds() - since >= 2 * limit_seconds
+        return local_seconds() - since >= max(2 * limit_seconds, database.limits.statement_timeout_seconds)
     return not await sessions.lives(connection, backend)

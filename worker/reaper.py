@@ -61,7 +61,7 @@ class Reaper:
         """Reap until cancelled. Waits out an absent database."""
         while True:
             try:
-                await self._pass()
+                is_done = await self._pass()
             except DATABASE_ERRORS as error:
                 self._lane.drop()
                 self._horizon = reaping.FROM_THE_START
@@ -69,7 +69,8 @@ class Reaper:
                 await self._let_finished_work_in()
                 continue
             self._patience.reset()
-            await asyncio.sleep(self._reap_seconds * random.uniform(0.8, 1.0))
+            if is_done:
+                await asyncio.sleep(self._reap_seconds * random.uniform(0.8, 1.0))
 
     async def _let_finished_work_in(self) -> None:
         """After an outage our own finished jobs may have expired leases: they are to be written before they are reaped."""
@@ -78,7 +79,8 @@ class Reaper:
                 return
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
-    async def _pass(self) -> None:
+    async def _pass(self) -> bool:
+        """Reap, and once in a while look after the rest; False if leases may be left that have expired."""
         connection = await self._lane.get()
         if connection is not self._connection:
             await read_moments_as_microseconds(connection)
@@ -87,18 +89,19 @@ class Reaper:
         if now >= self._full_at:
             self._horizon = reaping.FROM_THE_START
             self._full_at = now + FROM_THE_START_EVERY_SECONDS
+        is_done = False
         for _ in range(_BATCHES_A_PASS):
             async with asyncio.timeout(self._statement_seconds):
                 reaped = await reaping.reap(connection, self._database, horizon=self._horizon)
-            if not reaped:
-                break
-            self._horizon = reaped[-1].lease_until
-            self._tell(reaped)
-            if len(reaped) < reaping.REAP_BATCH:
+            if reaped:
+                self._horizon = reaped[-1].lease_until
+                self._tell(reaped)
+            if is_done := len(reaped) < reaping.REAP_BATCH:
                 break
         if now >= self._rare_at:
             self._rare_at = now + max(self._reap_seconds, 1.0) * 3
             await self._rarely(connection)
+        return is_done
 
     async def _rarely(self, connection: Connection) -> None:
         async with asyncio.timeout(self._statement_seconds):

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from worker.domain import ClaimedJob
+from worker.store.standbys import believe
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
@@ -110,8 +111,12 @@ async def claim(
     cursor: Cursor = START,
     payload_bytes: int,
 ) -> list[ClaimedJob]:
-    """Claim up to `limit` (one of LIMITS) due jobs of one queue and priority behind `cursor`, in the order to run them."""
+    """Claim up to `limit` (one of LIMITS) due jobs of one queue and priority behind `cursor`, in the order to run them.
+
+    Raises ConnectionError when a synchronous standby is not known to have it: who is promoted may draw the same fences again.
+    """
     rows = await connection.fetch(database.sql(_CLAIM[limit]), queue, priority, owner, lease_seconds, *cursor, payload_bytes)
+    believe(connection)
     jobs = [ClaimedJob(*row) for row in rows]
     jobs.sort(key=lambda job: (job.available_at, job.id))  # RETURNING has no order
     return jobs
@@ -141,6 +146,7 @@ async def claim_suspect(
 ) -> list[ClaimedJob]:
     """Claim at most one job whose process was lost with it before."""
     rows = await connection.fetch(database.sql(CLAIM_SUSPECT), queue, priority, owner, lease_seconds)
+    believe(connection)
     return [ClaimedJob(*row) for row in rows]
 
 
@@ -194,7 +200,8 @@ async def survey(connection: Connection, database: Database, queues: Sequence[st
 BOUND = "SELECT pg_sequence_last_value('{schema}.fence_seq')"
 
 # Rows of this owner that nobody in the process holds. Reads the running rows, which are few; it runs only after a lost answer.
-# `$4`: should it arrive late, on a connection that was given up, it must not touch what has been claimed meanwhile.
+# `$4`: should it arrive late, on a connection that was given up, it must not touch what has been claimed meanwhile. A row that
+# somebody keeps locked is passed over: it must hold up neither the others nor the next claim.
 RECOVER = """
 WITH orphans AS MATERIALIZED (
     SELECT j.id, j.fence
@@ -202,7 +209,7 @@ WITH orphans AS MATERIALIZED (
     WHERE j.state = 'running' AND j.lease_owner = $1 AND j.fence <= $4
         AND NOT EXISTS (
             SELECT FROM unnest($2::bigint[], $3::bigint[]) AS held(id, fence) WHERE held.id = j.id AND held.fence = j.fence)
-    FOR NO KEY UPDATE
+    FOR NO KEY UPDATE SKIP LOCKED
 ), returned AS (
     UPDATE {schema}.jobs AS j
     SET state = 'ready', lease_owner = NULL, lease_until = NULL, attempts = GREATEST(j.attempts - 1, 0)
@@ -216,8 +223,25 @@ SELECT r.*, {schema}.wake_workers(r.queue) FROM returned AS r
 
 
 async def recover(connection: Connection, database: Database, *, owner: str, held: Sequence[tuple[int, int]]) -> list[ClaimedJob]:
-    """Give back, attempt refunded, the jobs of a claim whose answer was lost. Call it when that claim can no longer commit."""
+    """Give back, attempt refunded, the jobs of a claim whose answer was lost. Call it when that claim can no longer commit.
+
+    Waits for nobody: what is locked meanwhile is still running afterwards (`orphans_are_left`).
+    """
     ids, fences = [id for id, _ in held], [fence for _, fence in held]
     bound = await connection.fetchval(database.sql(BOUND))
     rows = await connection.fetch(database.sql(RECOVER), owner, ids, fences, bound)
     return [ClaimedJob(*row[:11]) for row in rows]
+
+
+ORPHANS = """
+SELECT EXISTS (
+    SELECT FROM {schema}.jobs AS j
+    WHERE j.state = 'running' AND j.lease_owner = $1
+        AND NOT EXISTS (
+            SELECT FROM unnest($2::bigint[], $3::bigint[]) AS held(id, fence) WHERE held.id = j.id AND held.fence = j.fence))
+"""
+
+
+async def orphans_are_left(connection: Connection, database: Database, *, owner: str, held: Sequence[tuple[int, int]]) -> bool:
+    """Whether this owner has a running job that nobody in the process holds. No claim may be in flight."""
+    return bool(await connection.fetchval(database.sql(ORPHANS), owner, [id for id, _ in held], [fence for _, fence in held]))

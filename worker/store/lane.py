@@ -87,6 +87,8 @@ class Lane:
 
     def _close_if_idle(self, idle_seconds: float) -> None:
         loop = asyncio.get_running_loop()
+        if self._connection is not None and self._connection.is_in_transaction():
+            self._used_at = loop.time()  # one of many statements: somebody has been at work since he got it
         remaining_seconds = self._used_at + idle_seconds - loop.time()
         if remaining_seconds <= 0:
             self._idle_timer = None

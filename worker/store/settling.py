@@ -74,7 +74,11 @@ SELECT d.*, l.* FROM
 
 _WITHOUT_LEDGER = "\nSELECT array_agg(id), array_agg(fence) FROM done\n"
 
-# jobs_pkey, rows in the order of the arrays: sorted by id, so that two groups cannot lock each other out.
+# jobs_pkey, rows in the order of the arrays, which are sorted by id. Nothing depends on that order, which the plan for a table of a
+# few pages may change: this is the first statement of its transaction that locks job rows, two of them never want a row of each
+# other's (each locks what it owns), and our others skip what is locked, or take one row, or rows that no process holds. Somebody
+# else's statement over many rows may meet it half-way; should this one be the one that is refused (40P01, 55P03), the writer tries
+# again. The same holds for SETTLE.
 COMPLETE = {
     (deletes, ledger): _HELD + (_DELETE if deletes else _KEEP) + (_WITH_LEDGER if ledger else _WITHOUT_LEDGER)
     for deletes in (False, True)
