@@ -100,6 +100,14 @@ def test_a_text_that_met_a_lock_or_a_time_out_goes_alone() -> None:
     assert sizes(grouped([finished(effect("UPDATE hot")) for _ in range(4)], caution, 300)) == [1] * 4
 
 
+def test_a_text_that_fails_again_goes_in_no_larger_groups() -> None:
+    caution = Caution(300)
+    caution.failed(["slow"], 100, alone=True)
+    caution.behaved(["slow"], 1)
+    caution.failed(["slow"], 2, alone=False)
+    assert caution.limit(["slow"]) == 2
+
+
 def test_a_text_that_behaves_doubles_until_it_is_forgotten() -> None:
     caution = Caution(300)
     caution.failed(["UPDATE hot"], 2, alone=True)

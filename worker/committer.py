@@ -10,6 +10,7 @@ server checks the fences of one group while it applies the effects of the other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -113,7 +114,9 @@ class Committer:
         self._queue.append(Finished(held, outcome, duration_ms, job))
         if not self._signalled:
             self._signalled = True
-            self._rights_loop.call_soon_threadsafe(self._signal.set)
+            # After the end of that loop this is from a handler that has outlived the drain: its job was left to lease expiry.
+            with contextlib.suppress(RuntimeError):
+                self._rights_loop.call_soon_threadsafe(self._signal.set)
 
     def makes_wait(self) -> bool:
         """Whether no new work should be taken; if so, `on_room` is called once that has changed."""

@@ -73,8 +73,8 @@ class Caution:
     def failed(self, texts: Iterable[str], size: int, *, alone: bool) -> None:
         """A group of `size` failed. `alone`: by a deadlock, a lock or a time-out, which company makes worse."""
         for text in texts:
-            limit = 1 if alone else max(min(self._limits.get(text, self._largest), size) // 2, 8)
-            self._limits[text] = min(limit, self._largest)
+            known = self._limits.get(text, self._largest)
+            self._limits[text] = 1 if alone else min(max(min(known, size) // 2, 8), known)
             self._limits.move_to_end(text)
         while len(self._limits) > _REMEMBERED_TEXTS:
             forgotten, _ = self._limits.popitem(last=False)
@@ -189,6 +189,17 @@ def blame(state: str | None, *, statement_of_job: bool, alone: bool, result_at_f
     if state is None or state[:2] in _DATABASE_CLASSES:
         return "database"
     return "company" if state[:2] in _COMPANY_CLASSES else "nobody"
+
+
+def is_result_at_fault(one: Finished, state: str | None, constraint: str | None) -> bool:
+    """Whether an error of the completing statement, with this one alone in it, says that its result cannot be stored."""
+    if not isinstance(one.outcome, Succeeded) or one.outcome.result is None:
+        return False
+    return (state or "")[:2] in ("22", "54") or constraint == "jobs_result_size"
+
+
+def effect_texts(members: Iterable[Finished]) -> set[str]:
+    return {effect.sql for one in members for effect in one.effects}
 
 
 def newest_of_each_job(finished: Sequence[Finished]) -> tuple[list[Finished], list[Finished]]:

@@ -1,29 +1,29 @@
-"""The writer: it brings a group of outcomes into the database in one transaction, whatever it takes.
+"""The writer: it brings a group of outcomes into the database, whatever it takes.
 
-The fence (completions and ledger rows, whoever is missing has lost its lease and drops out), the effects of those who are left,
-COMMIT. A group that fails is halved until the guilty one is alone. A COMMIT without an answer is resolved by looking under the row
-lock. What cannot be written yet is postponed, and tried until the fence refuses it.
+Completions in one transaction (`GroupTransaction`), failures and releases in one statement; whoever is missing from the answer has
+lost its lease. A group that fails is halved until the guilty one is alone. A COMMIT without an answer is resolved by looking under
+the row lock. What cannot be written yet is postponed, and tried until the fence refuses it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from worker import events
 from worker.clock import local_seconds
-from worker.committing import Caution, Finished, blame, completes
-from worker.domain import AlreadyApplied, Backoff, Failed, Succeeded, failure, verdict
+from worker.committing import Caution, Finished, blame, completes, effect_texts, is_result_at_fault
+from worker.domain import AlreadyApplied, Backoff, Failed, failure, verdict
+from worker.group_transaction import GroupTransaction
 from worker.last_word import LastWord
 from worker.measures import POOL_RIGHTS
 from worker.patience import Patience
-from worker.store import effects, sessions, settling
+from worker.store import effects, sessions, settling, standbys
 from worker.store.connection import DATABASE_ERRORS, is_unavailable, safe_text, sqlstate
 from worker.store.leasing import Key
-from worker.store.settling import Completion, Ruling, Settled, Settlement
+from worker.store.settling import Ruling, Settled, Settlement
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database, Lane
@@ -68,8 +68,6 @@ class Writer:
         self._postpone = postpone
         self._waiting = waiting
         self._patience = Patience(events.COMPLETION_DEFERRED, first_seconds=0.05, longest_seconds=2.0)
-        self._uncommitted: Backend | None = None
-        """The server process of a transaction whose COMMIT has not been sent."""
         self._one_at_a_time = one_at_a_time
         self.caution = caution
         self.largest = batch
@@ -80,42 +78,47 @@ class Writer:
         connection = await self._connection(members)
         if connection is None:
             return
-        alone = len(members) == 1
-        culprit: list[Finished] = []  # whose statement was running
-        self._uncommitted = None
+        transaction = GroupTransaction(
+            connection,
+            self._database,
+            members,
+            owner=self._owner,
+            deletes=self._deletes,
+            lock_seconds=lock_seconds,
+            statement_seconds=self._statement_seconds,
+            one_at_a_time=self._one_at_a_time,
+        )
         settlements: list[Settlement] = []
         sent_at = local_seconds()
         try:
-            async with asyncio.timeout(self._statement_seconds if alone else self._group_seconds) as limit:
+            async with asyncio.timeout(self._statement_seconds if len(members) == 1 else self._group_seconds) as limit:
                 if completes(members[0].outcome):
-                    # Alone, each of its statements has the time of a statement: a slow job may take the sum of them, a
-                    # connection that has gone mute keeps nobody waiting for that long.
-                    completed = await self._complete(connection, members, culprit, limit if alone else None, lock_seconds)
+                    # Told while the server works at these: what the group before came to.
+                    completed = await transaction.run(limit, on_sent=self._last_word.tell)
                 else:
                     settlements = self._settlements(members)
                     settled = await settling.settle(connection, self._database, settlements, owner=self._owner)
-                if connection.take_cut_short_wait():
-                    raise ConnectionError("the wait for a synchronous standby was cut short")
+                standbys.believe(connection)
         except DATABASE_ERRORS as error:
             if connection.is_closed() or isinstance(error, OSError | TimeoutError):
                 self._lane.drop()
                 if isinstance(error, TimeoutError):
                     self.largest = max(len(members) // 2, 1)  # what was too much for the time is not tried again as it was
                 # One of the statements may be what ends the connection: next time they go by themselves.
-                self.caution.failed(_texts(members), len(members), alone=True)
-                for one in culprit:
+                self.caution.failed(effect_texts(members), len(members), alone=True)
+                for one in transaction.culprit:
                     one.tries += 1
-                await self._unanswered(members, error)
+                await self._unanswered(members, error, transaction.uncommitted)
                 return
             await self._roll_back(connection)
-            await self._failed(members, error, culprit)
+            await self._failed(members, error, transaction.culprit)
             return
         self._patience.reset()
         self._measure(members, sent_at)
         if len(members) >= self.largest < self._batch:
             self.largest = min(self.largest * 2, self._batch)
         if self.caution.is_active:
-            self.caution.behaved(_texts(members), len(members))
+            self.caution.behaved(effect_texts(members), len(members))
         # From here on it is history: whatever happens, these are not written again.
         if settlements:
             POOL_RIGHTS.failed += sum(isinstance(one.outcome, Failed) for one in members)
@@ -134,11 +137,11 @@ class Writer:
 
     def is_cautious_about(self, members: Sequence[Finished]) -> bool:
         """Whether some of their effects failed lately."""
-        return self.caution.is_active and self.caution.knows(_texts(members))
+        return self.caution.is_active and self.caution.knows(effect_texts(members))
 
     async def write_with_care(self, members: Sequence[Finished]) -> None:
         """Write a group whose effects failed lately: not while they are known to be blocked, and without a long wait for locks."""
-        texts = _texts(members)
+        texts = effect_texts(members)
         until = self.caution.blocked_until(texts)
         if until > local_seconds():
             for one in members:
@@ -161,51 +164,6 @@ class Writer:
             return []
         return [one for one in members if self._judge(one, rulings[one.held.key])]
 
-    def _extend(self, limit: asyncio.Timeout | None) -> None:
-        """The server has answered: the next statement has its own time."""
-        if limit is not None:
-            limit.reschedule(asyncio.get_running_loop().time() + self._statement_seconds)
-
-    async def _complete(
-        self,
-        connection: Connection,
-        members: Sequence[Finished],
-        culprit: list[Finished],
-        limit: asyncio.Timeout | None,
-        lock_seconds: float | None,
-    ) -> dict[Key, bool]:
-        """Fence, ledger, effects, COMMIT. Returns, for those that had their lease, whether their effect was applied before."""
-        completions = [
-            Completion(*one.held.job[:2], one.outcome.result, bool(one.outcome.effects))
-            if isinstance(one.outcome, Succeeded)
-            else Completion(*one.held.job[:2], None, False)
-            for one in members
-        ]
-        has_effects = any(completion.has_effects for completion in completions)
-        if has_effects:
-            self._uncommitted = connection.backend
-            await connection.execute("BEGIN")
-            if lock_seconds is not None:
-                await settling.wait_briefly_for_locks(connection, seconds=lock_seconds)
-            self._extend(limit)
-        # Told while the server works at these: what the group before came to.
-        asyncio.get_running_loop().call_soon(self._last_word.tell)
-        answer = await settling.complete(connection, self._database, completions, owner=self._owner, deletes=self._deletes)
-        self._extend(limit)
-        if has_effects:
-            to_apply = [one for one in members if one.effects and answer.get(one.held.job[:2]) is False]
-            # Several effects of a job lock rows in an order of their own: two groups of this process would run into each other.
-            in_turn = any(len(one.effects) > 1 for one in to_apply)
-            async with self._one_at_a_time if in_turn else contextlib.nullcontext():
-                await self._apply(connection, to_apply, culprit, limit)
-                if not connection.is_in_transaction():
-                    raise ConnectionError("an effect has ended the transaction that took the fence")
-                culprit[:] = to_apply if len(members) == 1 else []  # a deferred constraint speaks at COMMIT
-                self._uncommitted = None
-                await connection.execute("COMMIT")
-            culprit.clear()
-        return answer
-
     def _tell_completed(self, members: Sequence[Finished], completed: dict[Key, bool]) -> list[Finished]:
         """Say of each that it is done; returns those that the fence has refused."""
         missing: list[Finished] = []
@@ -218,38 +176,6 @@ class Writer:
                 self._last_word.log(one, events.EFFECT_ALREADY_APPLIED, key=one.held.job.key)
             self._last_word.succeeded(one)
         return missing
-
-    async def _apply(
-        self,
-        connection: Connection,
-        members: Sequence[Finished],
-        culprit: list[Finished],
-        limit: asyncio.Timeout | None,
-    ) -> None:
-        """Run the effects. Single ones of the same text in one go, texts and arguments sorted, so that two committers lock shared
-        rows in the same order; several of a job one after the other."""
-        by_text: dict[str, list[tuple[object, ...]]] = {}
-        several: list[Finished] = []
-        alone = len(members) == 1
-        for one in members:
-            if len(one.effects) == 1 and not alone:
-                by_text.setdefault(one.effects[0].sql, []).append(one.effects[0].arguments)
-            else:
-                several.append(one)
-        for text in sorted(by_text):
-            await effects.apply_many(connection, text, by_text[text])
-        for one in several:
-            for effect in one.effects:
-                culprit[:] = [one]
-                try:
-                    await effects.apply(connection, effect.sql, effect.arguments)
-                except DATABASE_ERRORS as error:
-                    error.add_note(effects.where(effect))
-                    raise
-                self._extend(limit)
-        if any(effect.alone for one in members for effect in one.effects):
-            await effects.reset_session_after_commit(connection)
-        culprit.clear()
 
     def _settlements(self, members: Sequence[Finished]) -> list[Settlement]:
         return [
@@ -316,24 +242,19 @@ class Writer:
     async def _failed(self, members: Sequence[Finished], error: BaseException, culprit: list[Finished]) -> None:
         """A transaction that surely was rolled back."""
         state = sqlstate(error)
-        one = members[0]
-        texts = _texts(members)
+        texts = effect_texts(members)
         if is_unavailable(error):
             self._on_trouble()
-            if culprit:
-                one.tries += 1  # the database may be in trouble, or this statement may always say so
-            elif texts and len(members) > 1:
-                self.caution.failed(texts, len(members), alone=True)
-            if not culprit or one.tries < _CONFLICT_TRIES:
+            for guilty in culprit:
+                guilty.tries += 1  # the database may be in trouble, or this statement may always say so
+            if len(members) > 1:
+                self.caution.failed(texts, len(members), alone=True)  # next time it says so with nobody beside it
+            if not culprit or culprit[0].tries < _CONFLICT_TRIES:
                 self._lane.drop()
                 self._keep(members, error)
                 return
-        has_result = isinstance(one.outcome, Succeeded) and one.outcome.result is not None
-        result_at_fault = (
-            has_result
-            and not culprit
-            and ((state or "")[:2] in ("22", "54") or getattr(error, "constraint_name", None) == "jobs_result_size")
-        )
+        one = members[0]
+        result_at_fault = not culprit and is_result_at_fault(one, state, getattr(error, "constraint_name", None))
         whose = blame(state, statement_of_job=bool(culprit), alone=len(members) == 1, result_at_fault=result_at_fault)
         conflict = (state or "")[:2] in ("40", "55", "57")
         if len(members) > 1:
@@ -378,19 +299,18 @@ class Writer:
         where = "result" if result_at_fault else ", ".join(getattr(error, "__notes__", [])) or "COMMIT"
         return failure(error, message=f"{where}: {safe_text(error)}", with_traceback=False)
 
-    async def _unanswered(self, members: Sequence[Finished], error: BaseException) -> None:
+    async def _unanswered(self, members: Sequence[Finished], error: BaseException, uncommitted: Backend | None) -> None:
         """Nobody knows whether this was committed: it is looked up under the row lock before anything else is tried."""
-        backend, self._uncommitted = self._uncommitted, None
         self._on_trouble()
         for one in members:
             one.uncertain = True
-        if backend is not None:
+        if uncommitted is not None:
             connection = await self._connection(members)
             if connection is None:
                 return
             try:
                 async with asyncio.timeout(self._statement_seconds):
-                    await sessions.end(connection, backend)
+                    await sessions.end(connection, uncommitted)
             except DATABASE_ERRORS:
                 self._lane.drop()  # it ends by its own time-outs
         await self._explain(members, error)
@@ -420,7 +340,3 @@ class Writer:
             reason = "cancelled" if ruling.state == "cancelled" else "lease_lost"
             self._last_word.end(one, events.JOB_ABANDONED, reason=reason)
         return False
-
-
-def _texts(members: Sequence[Finished]) -> set[str]:
-    return {effect.sql for one in members for effect in one.effects}
