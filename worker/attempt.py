@@ -272,13 +272,13 @@ class Attempt:
             self.stop("timeout")
             return
         until = self._deadline
-        if self.held.phase is not Phase.OWN_TRANSACTION:
-            if now >= self.held.trusted_until:
+        if self.job is None or not self.job._committed:  # complete: there is nothing left to lose
+            if now >= self.held.safe_until:
                 self.stop("lease_untrusted")
                 return
-            until = min(until, self.held.trusted_until)
-        else:
-            until = min(until, now + 1.0)  # the trust counts again if that transaction rolls back
+            until = min(until, self.held.safe_until)
+        if self.held.phase is Phase.OWN_TRANSACTION:
+            until = min(until, now + 1.0)  # the trust alone counts again if that transaction rolls back
         self._timer = self._pool.loop.call_later(until - now + _EARLY_SECONDS, self.watch)
 
 

@@ -18,7 +18,7 @@ from worker.domain import CancelReason, ClaimedJob, Lease
 class Phase(enum.Enum):
     WAITING = "claimed, not started"
     RUNNING = "its handler runs"
-    OWN_TRANSACTION = "inside job.transaction(): the row lock protects it, renewals pass over it"
+    OWN_TRANSACTION = "inside job.transaction(): its row lock protects it too, and keeps it from being renewed"
     FINISHED = "its outcome waits to be written"
 
 
@@ -56,7 +56,7 @@ class Right:
 class Held(Right):
     """The lease of one job."""
 
-    __slots__ = ("job", "phase", "renew_until", "started_at")
+    __slots__ = ("job", "locked_until", "phase", "renew_until", "started_at")
 
     def __init__(self, job: ClaimedJob, trusted_until: float) -> None:
         super().__init__(trusted_until)
@@ -65,35 +65,47 @@ class Held(Right):
         self.renew_until: float | None = None
         """Local moment after which a running handler's lease is no longer renewed (its own time-out)."""
         self.started_at = 0.0
+        self.locked_until = 0.0
+        """Local moment; moved on by the keeper when it has found the row locked while the handler was in its own transaction."""
 
     @property
     def key(self) -> tuple[int, int]:
         return self.job[:2]
 
+    @property
+    def safe_until(self) -> float:
+        """Local moment up to which nobody else gets the job, as far as this process can know. A transaction of its handler's may
+        outlive the lease, for as long as the database is heard to say that it does."""
+        if self.phase is Phase.OWN_TRANSACTION:
+            return max(self.trusted_until, self.locked_until)
+        return self.trusted_until
+
 
 class HeldName(Right):
     """A named lease."""
 
-    __slots__ = ("asked_at", "fence", "holder", "id", "resource", "terms")
+    __slots__ = ("begun_at", "fence", "holder", "id", "resource", "terms")
 
     def __init__(
         self, *, resource: str, holder: str, id: int, fence: int, terms: Lease, asked_at: float, remaining_seconds: float
     ) -> None:
-        super().__init__(terms.trusted_until(asked_at, remaining_seconds))
+        super().__init__(0.0)
         self.resource = resource
         self.holder = holder
         self.id = id
         self.fence = fence
         self.terms = terms
-        self.asked_at = asked_at
-        """Local moment before the last acquisition or renewal that succeeded was sent."""
+        self.begun_at = 0.0
+        """Local moment from which it is as long as its terms say: before the last acquisition or renewal that succeeded was sent,
+        and earlier still where that was heard of late, by asking again."""
+        self.renewed(asked_at, remaining_seconds)
 
     @property
     def key(self) -> tuple[int, int]:
         return self.id, self.fence
 
     def renewed(self, asked_at: float, remaining_seconds: float) -> None:
-        self.asked_at = asked_at
+        self.begun_at = asked_at - max(self.terms.seconds - remaining_seconds, 0.0)
         self.trusted_until = self.terms.trusted_until(asked_at, remaining_seconds)
 
 

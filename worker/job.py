@@ -130,14 +130,14 @@ class Job(Generic[P]):
     def remaining_seconds(self) -> float:
         """How long this attempt may still count on running: the least of its lease's trust and its time-out; at least 0."""
         until = self._deadline
-        if self._held.phase is not Phase.OWN_TRANSACTION:
+        if self._held.phase is not Phase.OWN_TRANSACTION:  # else the keeper moves it on, as long as the row is locked
             until = min(until, self._held.trusted_until)
         return max(until - local_seconds(), 0.0)
 
     def ensure_lease(self, for_seconds: float = 0) -> None:
         """Raise LeaseLost unless the lease is trusted for that long. Call it right before an external side effect."""
         held = self._held
-        if held.lost is None and held.phase is Phase.OWN_TRANSACTION:
+        if held.lost is None and held.phase is Phase.OWN_TRANSACTION and local_seconds() < held.safe_until:
             return
         if (doubt := held.doubt(for_seconds)) is not None:
             raise LeaseLost(f"job {self.id}: {doubt}", "lease_untrusted" if held.lost is None else "lease_lost")

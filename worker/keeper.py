@@ -26,6 +26,9 @@ _LEAST_PAUSE_SECONDS = 0.01
 class Renewals(Protocol):
     """What one keeper keeps. Everything in here is called in the keeper's loop."""
 
+    has_answer: bool
+    """Whether there was an answer since the last `give_up`: a beat may have nothing to ask."""
+
     def __len__(self) -> int:
         """How many leases are held."""
 
@@ -78,8 +81,9 @@ class Keeper:
                 delay_seconds = self._patience.delay_seconds(error, held=len(self._renewals))
                 next_at = local_seconds() + min(delay_seconds, self._renewals.retry_seconds())
             else:
-                self._patience.reset()
-                self._note_return()
+                if self._renewals.has_answer:
+                    self._patience.reset()
+                    self._note_return()
             try:
                 async with asyncio.timeout(max(next_at - local_seconds(), _LEAST_PAUSE_SECONDS)):
                     await self._poked.wait()

@@ -1,7 +1,8 @@
 """A handler's own fenced transaction: the fence first, its COMMIT never guessed.
 
 The completion is the first statement. It takes the row lock, which keeps the reaper and every other owner away for as long as the
-transaction lives, and read committed sees the newest row behind it. So the lease needs no renewal inside.
+transaction lives, and read committed sees the newest row behind it. So it may outlive the lease, which nobody can renew inside: as
+long as the keeper is told that the row is locked. A connection may have gone mute and the transaction be over, unheard.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ async def _commit(connection: Connection, transaction: Transaction) -> BaseExcep
 async def _resolve(held: Held, around: Surroundings, lost_answer: BaseException) -> None:
     """Return if the lost COMMIT happened; raise `lost_answer` if it did not, LeaseLost if the job is somebody else's.
 
-    Ends at the latest with the trust in the lease, which nothing renews meanwhile.
+    Ends at the latest when somebody else may have the job.
     """
     low, high = _LOOK_DELAY_SECONDS
     delay_seconds = low
@@ -129,7 +130,7 @@ async def _resolve(held: Held, around: Surroundings, lost_answer: BaseException)
                 break
         except DATABASE_ERRORS:
             pass  # ask again
-        if local_seconds() >= held.trusted_until:
+        if local_seconds() >= held.safe_until:
             raise lost_answer from None
         await asyncio.sleep(delay_seconds * random.uniform(0.5, 1))
         delay_seconds = min(delay_seconds * 2, high)

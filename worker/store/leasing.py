@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from worker.store.standbys import believe
+
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
 
@@ -29,24 +31,29 @@ RETURNING j.id, j.fence
 
 
 async def renew(connection: Connection, database: Database, *, held: Sequence[Key], owner: str, lease_seconds: float) -> set[Key]:
-    """Extend every live lease in `held`; those missing from the answer are lost, or their row is locked (see `look`)."""
+    """Extend every live lease in `held`; those missing from the answer are lost, or their row is locked (see `look`).
+
+    Raises ConnectionError when a synchronous standby is not known to have it: who is promoted may know of shorter leases.
+    """
     ids, fences = [id for id, _ in held], [fence for _, fence in held]
     rows = await connection.fetch(database.sql(RENEW), ids, fences, owner, lease_seconds)
+    believe(connection)
     return {(row[0], row[1]) for row in rows}
 
 
 class Standing(NamedTuple):
-    """What a row says of an attempt. `mine`: owner and fence are still ours."""
+    """What a row says of an attempt. `mine`: owner and fence are still ours; `completed`: it has succeeded under our fence."""
 
     state: str
     mine: bool
     live: bool
+    completed: bool
 
 
 # Index jobs_pkey. A plain read: it sees the last committed row and waits for nobody.
 LOOK = """
 SELECT j.id, held.fence, j.state, j.fence = held.fence AND j.lease_owner IS NOT DISTINCT FROM $3 AS mine,
-    j.lease_until > now() IS TRUE AS live
+    j.lease_until > now() IS TRUE AS live, j.fence = held.fence AND j.state = 'succeeded' AS completed
 FROM unnest($1::bigint[], $2::bigint[]) AS held(id, fence)
 JOIN {schema}.jobs AS j ON j.id = held.id
 """
@@ -56,7 +63,24 @@ async def look(connection: Connection, database: Database, *, held: Sequence[Key
     """How each attempt stands now; a row that is gone is missing from the answer."""
     ids, fences = [id for id, _ in held], [fence for _, fence in held]
     rows = await connection.fetch(database.sql(LOOK), ids, fences, owner)
-    return {(row[0], row[1]): Standing(row[2], row[3], row[4]) for row in rows}
+    return {(row[0], row[1]): Standing(*row[2:]) for row in rows}
+
+
+# Index jobs_pkey. It locks nothing for longer than it takes to say so.
+UNLOCKED = """
+SELECT j.id, j.fence
+FROM unnest($1::bigint[], $2::bigint[]) AS held(id, fence)
+JOIN {schema}.jobs AS j ON j.id = held.id
+WHERE j.fence = held.fence AND j.lease_owner = $3
+FOR NO KEY UPDATE OF j SKIP LOCKED
+"""
+
+
+async def unlocked(connection: Connection, database: Database, *, held: Sequence[Key], owner: str) -> set[Key]:
+    """Those of `held` that are still ours, and whose rows no transaction keeps locked."""
+    ids, fences = [id for id, _ in held], [fence for _, fence in held]
+    rows = await connection.fetch(database.sql(UNLOCKED), ids, fences, owner)
+    return {(row[0], row[1]) for row in rows}
 
 
 # Written before the renewals of the same beat, so that a presence never outlives the leases it stands for: a job is reaped
