@@ -1,4 +1,4 @@
-"""The end of a process while a look-up of its database's name hangs, which nothing can cancel."""
+"""The end of a process: what its trouble means, and what it does while a look-up of a name hangs, which nothing can cancel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.inprocess import listening
 from tests.processes import Daemon, environment
+from worker import ending, events
+from worker.errors import ConfigError, DatabaseUnavailable, PortTaken, SchemaError
+from worker.events import Event
 
 # A thread that ends its loop late, as one does that waits for a look-up.
 LATE = """
@@ -51,6 +55,25 @@ NOWHERE = "postgresql://worker@database.example.test/app"
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-c", program, *arguments)
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(Path("/nonexistent")), check=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "event", "says"),
+    [
+        (ConfigError("one", "two"), 78, events.CONFIG_INVALID, "two"),
+        (SchemaError("no such schema"), 78, events.CONFIG_INVALID, "no such schema"),
+        (DatabaseUnavailable("nobody answers"), 69, events.DATABASE_LOST, "nobody answers"),
+        (PortTaken("port 80"), 69, events.HTTP_PORT_TAKEN, "port 80"),
+        (ValueError("a bug"), 1, events.INTERNAL_ERROR, "a bug"),
+        (ConnectionError("unexpected here"), 1, events.INTERNAL_ERROR, "unexpected here"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_what_ends_a_process_is_said_and_has_a_status(error: Exception, status: int, event: Event, says: str) -> None:
+    with listening() as log:
+        assert ending.status_of(error, where="here") == status
+    assert {name for name, _ in log.lines} == {event.name}
+    assert says in log.text
 
 
 def test_the_interpreter_is_not_torn_down_under_a_thread_that_still_closes_its_loop() -> None:

@@ -22,7 +22,7 @@ import structlog
 
 from tests.processes import wait_for
 from tests.workplace import Workplace
-from worker import events, log_lines, logs, masking
+from worker import events, log_capture, log_lines, logs, masking
 from worker.log_lines import Identity, console_line, json_line
 from worker.log_sink import Sink
 
@@ -403,6 +403,59 @@ def test_a_line_that_is_written_in_pieces_belongs_to_its_thread() -> None:
         for thread in (first, second): thread.join()
     """)
     assert sorted(line["message"] for line in lines) == ["and more", "no end", "one half", "other line"]
+
+
+def test_lines_that_nobody_ends_wait_in_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_capture, "_UNFINISHED_LINES", 3)
+    told: list[object] = []
+    stream = log_capture.LineStream(lambda level, event, fields: told.append(fields["message"]), "stdout", 1)
+    leave, threads = threading.Event(), []
+    for number in range(5):
+        written = threading.Event()
+
+        def speak(number: int = number, written: threading.Event = written) -> None:
+            stream.write(f"half {number}")
+            written.set()
+            leave.wait(60)  # two threads that are there have two numbers
+
+        threads.append(threading.Thread(target=speak))
+        threads[-1].start()
+        assert written.wait(60)
+    assert told == ["half 0", "half 1"]
+    stream.finish()
+    assert told[2:] == ["half 2", "half 3", "half 4"]
+    leave.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_child_that_is_forked_while_another_thread_speaks_does_not_wait_for_it() -> None:
+    lines = said("""
+        import os, signal, sys, threading, warnings
+
+        warnings.simplefilter("ignore")  # newer Pythons warn of such a fork
+        speaking, leave = threading.Event(), threading.Event()
+
+        def speak():
+            with sys.stdout._lock:
+                speaking.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        speaking.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            print("child")
+            logs.flush(5)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        leave.set()
+        thread.join()
+        print(f"status {status}")
+    """)
+    assert [line["message"] for line in lines] == ["child", "status 0"]
 
 
 # --- without a reader

@@ -26,16 +26,17 @@ import uvloop
 from worker import ending, events, logs
 from worker.clock import local_seconds
 from worker.embedded import Worker
-from worker.errors import ConfigError, DatabaseUnavailable, PortTaken
+from worker.errors import ConfigError
 from worker.handlers import Handlers
 from worker.health import HealthFile
+from worker.reaching import reach_database
 from worker.settings import Settings, unknown_settings
+from worker.stop_signals import Stopped, StopSignals
 from worker.store import schema
-from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, safe_text
+from worker.store.connection import Database, safe_text
 from worker.systemd import Notifier
 from worker.version import VERSION
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SWITCH_SECONDS = 0.001
 """How long one thread may keep the interpreter while the other waits; five times that is the default, and shows in every commit."""
 _COLLECT_EVERY = 20_000
@@ -51,10 +52,6 @@ _CLOSE_SECONDS = 0.3
 _Beside: TypeAlias = Callable[[Worker], AbstractContextManager[None]]
 
 
-class _Stopped(SystemExit):
-    """A stop signal while nothing is held yet, raised wherever the main thread is."""
-
-
 def run(settings: Settings, *, burst: bool = False, migrate: bool = False, http: tuple[str, int] | None = None) -> int:
     """The daemon until it has stopped, and the HTTP interface at `http` beside it. Returns the exit status (0, 1, 69, 75, 78); does
     not return when it has to end itself with a thread still alive."""
@@ -66,26 +63,15 @@ def run(settings: Settings, *, burst: bool = False, migrate: bool = False, http:
     try:
         handlers = load_handlers(settings.handlers)
         if signals.came_early:  # and the module has swallowed it
-            raise _Stopped(0)
+            raise Stopped(0)
         beside = _http_beside(settings, http)
         _settle_the_heap()
         serving = _serve(settings, handlers, signals, burst=burst, migrate=migrate, beside=beside)
         status = _run_to_the_end(runner.get_loop(), serving, signals)
-    except _Stopped:
+    except Stopped:
         status = 0
-    except ConfigError as error:
-        for line in error.lines:
-            logs.emit(events.CONFIG_INVALID, error=line, **({"exception": error.__cause__} if error.__cause__ else {}))
-        status = 78
-    except DatabaseUnavailable as error:
-        logs.emit(events.DATABASE_LOST, error=error, error_type="DatabaseUnavailable")
-        status = 69
-    except PortTaken as error:
-        logs.emit(events.HTTP_PORT_TAKEN, error=error)
-        status = 69
     except Exception as error:
-        logs.emit(events.INTERNAL_ERROR, where="daemon", exception=error)
-        status = 1
+        status = ending.status_of(error, where="daemon")
     signals.ignore()
     ending.close_in_time(runner, status, limit_seconds=_CLOSE_SECONDS)
     logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
@@ -109,7 +95,7 @@ def _run_to_the_end(loop: asyncio.AbstractEventLoop, work: Coroutine[object, obj
     while True:
         try:
             return loop.run_until_complete(task)
-        except _Stopped:
+        except Stopped:
             raise
         except (SystemExit, KeyboardInterrupt) as error:
             logs.emit(events.INTERNAL_ERROR, where="event loop", exception=error, error=f"a task raised {type(error).__name__}")
@@ -128,7 +114,7 @@ def load_handlers(name: str | None) -> Handlers | None:
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | _Stopped):
+        if isinstance(error, KeyboardInterrupt | Stopped):
             raise
         line = f"WORKER_HANDLERS={name!r}: cannot import {module_name!r} (working directory {os.getcwd()}): {safe_text(error)}"
         raise ConfigError(line) from error
@@ -181,7 +167,7 @@ async def _serve(
         schema=settings.schema_name,
     )
     if migrate:
-        await _migrate(settings)
+        await _migrate(settings, notifier)
     with signals.heard_by(worker, notifier), beside(worker):
         await worker.start()
         if not worker.is_stopping:
@@ -192,40 +178,30 @@ async def _serve(
     return worker.status
 
 
-async def _migrate(settings: Settings) -> None:
+async def _migrate(settings: Settings, notifier: Notifier) -> None:
     database = Database(
         settings.database_url.get_secret_value() if settings.database_url else None,
         schema=settings.schema_name,
         connect_timeout_seconds=settings.connect_timeout_seconds,
         pooler=settings.pooler is not None,
     )
-    try:
+
+    async def migrate() -> None:
         connection = await database.connect("migrate", statement_timeout_seconds=60.0)
-    except DATABASE_ERRORS as error:
-        if isinstance(error, ConnectFailed) and error.refused:
-            raise ConfigError(str(error)) from None
-        raise DatabaseUnavailable(safe_text(error)) from None
-    try:
-        await schema.migrate(connection, settings.schema_name)
-    finally:
-        connection.terminate()
+        try:
+            await schema.migrate(connection, settings.schema_name)
+        finally:
+            connection.terminate()
+
+    await reach_database(migrate, wait_seconds=settings.connect_wait_seconds, on_waiting=notifier.waiting)
 
 
-class _Signals:
-    """The stop signals: raised in the main thread while nothing is held, then turned into requests to stop, which are heard however
-    busy that thread is."""
+class _Signals(StopSignals):
+    """The stop signals, once there is something to stop: requests to stop, which are heard however busy the main thread is."""
 
     def __init__(self) -> None:
-        # Under nohup the end of the terminal is to be survived.
-        self._numbers = [one for one in STOP_SIGNALS if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+        super().__init__()
         self._wakeup: socket.socket | None = None
-        self.came_early = False
-        for number in self._numbers:
-            signal.signal(number, self._stop_early)  # as process 1 it would not hear one that has no handler
-
-    def _stop_early(self, *_: object) -> None:
-        self.came_early = True
-        raise _Stopped(0)
 
     @contextlib.contextmanager
     def heard_by(self, worker: Worker, notifier: Notifier) -> Iterator[None]:
@@ -242,7 +218,7 @@ class _Signals:
             except BlockingIOError:
                 return
             for number in numbers:
-                if number not in self._numbers:
+                if number not in self.numbers:
                     with contextlib.suppress(OSError):
                         os.write(previous, bytes([number]))  # to the loop: somebody may have a handler there
                     continue
@@ -258,7 +234,7 @@ class _Signals:
                 worker.request_stop_soon("signal", local_seconds())
 
         worker.rights.call(lambda: worker.rights.loop.add_reader(ours, received))
-        for number in self._numbers:
+        for number in self.numbers:
             signal.signal(number, lambda *_: None)
         self._wakeup = theirs
         previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -275,12 +251,6 @@ class _Signals:
         """Once more: a loop that begins to run takes the signals to itself."""
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-
-    def ignore(self) -> None:
-        """To the end: one more signal must not change the exit status (the interpreter, as it ends, gives a signal with a handler
-        its default back)."""
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_IGN)
 
 
 def _last_minute(worker: Worker) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 from collections.abc import Callable, Coroutine
 from types import TracebackType
@@ -23,16 +22,14 @@ from worker.builtin import Chaos, builtin_handlers
 from worker.claimer import Claimer
 from worker.clock import local_seconds
 from worker.drain import Drain, close_quietly, name_what_is_left, release_behind
-from worker.errors import ConfigError, DatabaseUnavailable
 from worker.handlers import Handlers, Lifespan
 from worker.health import HealthFile
-from worker.patience import Patience
+from worker.reaching import reach_database
 from worker.rights import RightsThread
 from worker.settings import Settings, load_settings
 from worker.store import schema, waiting
-from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, SessionLimits
+from worker.store.connection import DATABASE_ERRORS, Database, SessionLimits
 
-_NOT_NOW: tuple[type[BaseException], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
 _BURST_LOOK_SECONDS = 0.2
 _LET_GO_SECONDS = 0.1
 _STALL_INTERVALS = 1.5
@@ -207,24 +204,20 @@ class Worker:
             self.rights.stop(timeout_seconds=1.0)
 
     async def _reach_database(self) -> None:
-        """Wait until the database answers and fits: for CONNECT_WAIT_SECONDS, or for ever, unready."""
-        limit_seconds = self.settings.connect_wait_seconds
-        until = math.inf if limit_seconds is None else local_seconds() + limit_seconds
-        patience = Patience(events.DATABASE_LOST)
-        while not self.is_stopping:
-            try:
-                await self._unless_stopped(self._verify_database())
-                return
-            except _NOT_NOW as error:
-                if isinstance(error, ConnectFailed) and error.refused:
-                    raise ConfigError(str(error)) from None
-                self._on_waiting("waiting for the database")
-                delay_seconds = patience.delay_seconds(error)
-                if local_seconds() + delay_seconds >= until:
-                    raise DatabaseUnavailable(f"no database within {limit_seconds:g} s: {error}") from None
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(delay_seconds):
-                        await self._stop.wait()
+        """Until the database answers and fits, or a stop is requested: a host that answers nothing must not hold that up."""
+        reaching = asyncio.create_task(
+            reach_database(self._verify_database, wait_seconds=self.settings.connect_wait_seconds, on_waiting=self._on_waiting),
+            name="reach the database",
+        )
+        stopping = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait({reaching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            reaching.cancel()
+            await asyncio.wait({reaching}, timeout=_LET_GO_SECONDS)
+        if reaching.done() and not reaching.cancelled():
+            reaching.result()
 
     async def _verify_database(self) -> None:
         connection = await self._database.connect("start")
@@ -238,19 +231,6 @@ class Worker:
                 )
         finally:
             await close_quietly(connection, local_seconds() + 1.0)
-
-    async def _unless_stopped(self, work: Coroutine[object, object, None]) -> None:
-        """Await `work`, but no longer than until a stop is requested: a host that answers nothing must not hold that up."""
-        working = asyncio.create_task(work, name="reach the database")
-        stopping = asyncio.create_task(self._stop.wait(), name="stop")
-        try:
-            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            working.cancel()
-            await asyncio.wait({working}, timeout=_LET_GO_SECONDS)
-        if working.done() and not working.cancelled():
-            working.result()
 
     async def _enter_lifespans(self, stack: contextlib.AsyncExitStack) -> dict[Lifespan, object]:
         resources: dict[Lifespan, object] = {}
@@ -325,11 +305,13 @@ class Worker:
                 continue
             try:
                 async with parts.connections.acquire(timeout_seconds=self.settings.query_timeout_seconds) as connection:
-                    if not await waiting.work_is_left(
-                        connection, self._database, queues=self.settings.queues, kinds=list(self.handlers.kinds)
-                    ):
-                        self.request_stop("burst is over")
-                        return
+                    async with asyncio.timeout(self.settings.query_timeout_seconds):
+                        work_is_left = await waiting.work_is_left(
+                            connection, self._database, queues=self.settings.queues, kinds=list(self.handlers.kinds)
+                        )
+                if not work_is_left:
+                    self.request_stop("burst is over")
+                    return
             except DATABASE_ERRORS:
                 continue
 

@@ -1,8 +1,8 @@
-"""The end of a process in which something does not end, such as the look-up of a host's name.
+"""The end of a process: the exit status that its trouble means, and how it ends when something in it does not.
 
-Nothing can cancel a look-up. Closing an event loop waits for those that it has begun, and so does the end of the process, for as
-long as the resolver takes: seconds or minutes when no name server answers. A thread that is still closing its loop while the
-interpreter is torn down crashes the process.
+Nothing can cancel the look-up of a host's name. Closing an event loop waits for those that it has begun, and so does the end of the
+process, for as long as the resolver takes: seconds or minutes when no name server answers. A thread that is still closing its loop
+while the interpreter is torn down crashes the process.
 """
 
 from __future__ import annotations
@@ -17,11 +17,30 @@ from typing import Final, NoReturn
 
 from worker import events, logs
 from worker.clock import local_seconds
+from worker.errors import ConfigError, DatabaseUnavailable, PortTaken
 
 _JOIN_SECONDS: Final = 0.3
 _LOOK_UP_SECONDS: Final = 60.0
 
 _closing: set[threading.Thread] = set()
+
+
+def status_of(error: Exception, *, where: str) -> int:
+    """Log what ends this process, and return its exit status: 78 bad configuration, 69 something is not to be had, 1 a bug."""
+    match error:
+        case ConfigError():
+            cause = {} if error.__cause__ is None else {"exception": error.__cause__}
+            for line in error.lines:
+                logs.emit(events.CONFIG_INVALID, error=line, **cause)
+            return 78
+        case DatabaseUnavailable():
+            logs.emit(events.DATABASE_LOST, error=error, error_type="DatabaseUnavailable")
+            return 69
+        case PortTaken():
+            logs.emit(events.HTTP_PORT_TAKEN, error=error)
+            return 69
+    logs.emit(events.INTERNAL_ERROR, where=where, exception=error)
+    return 1
 
 
 def join_loop(thread: threading.Thread, timeout_seconds: float) -> None:

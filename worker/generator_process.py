@@ -9,28 +9,26 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import threading
-from collections.abc import Callable, Iterator
 
 import uvloop
 
 from worker import ending, events, logs
 from worker.clock import local_seconds
-from worker.errors import ConfigError, DatabaseUnavailable
+from worker.errors import ConfigError
 from worker.generation import Wish
 from worker.generator import ROLE, Generator
 from worker.health import HealthFile, Heartbeat, process_started
 from worker.lease_transport import DatabaseTransport
 from worker.leases import Leases
-from worker.patience import Patience
+from worker.reaching import reach_database
 from worker.settings import Settings, unknown_settings
+from worker.stop_signals import LoopSignals, Stopped
 from worker.store import generating, schema, waiting
-from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, Lane, SessionLimits
+from worker.store.connection import Database, Lane, SessionLimits
 from worker.systemd import Notifier
 from worker.version import VERSION
 
-_NOT_NOW: tuple[type[Exception], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
 """To acquire and to release may take that long while the database says nothing."""
@@ -39,31 +37,19 @@ _END_SECONDS = 2.0
 _LEFT_TO_EXPIRE = 75
 
 
-class _Stopped(SystemExit):
-    """A stop signal while there is nothing to stop."""
-
-
 def run(settings: Settings, wish: Wish, *, migrate: bool = False) -> int:
     """One instance until it is told to stop; the exit status. Ends the process itself when the budget of the stop is used up."""
     started_at = local_seconds()
-    signals = _Signals(settings.lease_margin_seconds + 2 * settings.query_timeout_seconds)
+    signals = LoopSignals()
     process_id = f"{settings.name}-{secrets.token_hex(4)}"
     logs.configure(level=settings.log_level, format=settings.log_format, worker=process_id, version=VERSION)
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
         status = runner.run(_live(_Instance(settings, wish, process_id, migrate=migrate), signals))
-    except _Stopped:
+    except Stopped:
         status = 0
-    except ConfigError as error:
-        for line in error.lines:
-            logs.emit(events.CONFIG_INVALID, error=line)
-        status = 78
-    except DatabaseUnavailable as error:
-        logs.emit(events.DATABASE_LOST, error=error, error_type="DatabaseUnavailable")
-        status = 69
     except Exception as error:
-        logs.emit(events.INTERNAL_ERROR, where="generator", exception=error)
-        status = 1
+        status = ending.status_of(error, where="generator")
     signals.ignore()
     ending.close_in_time(runner, status, limit_seconds=_END_SECONDS)
     logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
@@ -71,55 +57,9 @@ def run(settings: Settings, wish: Wish, *, migrate: bool = False) -> int:
     return status
 
 
-class _Signals:
-    """The first stop signal asks, the second insists; from the first on a thread keeps the budget of the stop."""
-
-    def __init__(self, budget_seconds: float) -> None:
-        self.budget_seconds = budget_seconds
-        self._count = 0
-        # Under nohup the end of the terminal is to be survived.
-        self._numbers = [
-            number
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        for number in self._numbers:
-            signal.signal(number, self._stop_early)  # as process 1 it would not hear one that has no handler
-
-    def _stop_early(self, *_: object) -> None:
-        raise _Stopped(0)
-
-    @contextlib.contextmanager
-    def heard_by(self, ask: Callable[[], None], insist: Callable[[], None]) -> Iterator[None]:
-        """Call these in the running loop."""
-        loop = asyncio.get_running_loop()
-
-        def received(*_: object) -> None:
-            self._count += 1
-            if self._count == 1:
-                limit = threading.Timer(self.budget_seconds, ending.end_now, [_LEFT_TO_EXPIRE])  # what is held expires
-                limit.daemon = True
-                limit.start()
-                loop.call_soon_threadsafe(ask)
-            elif self._count == 2:
-                loop.call_soon_threadsafe(insist)
-
-        for number in self._numbers:
-            signal.signal(number, received)
-        try:
-            yield
-        finally:
-            self.ignore()
-
-    def ignore(self) -> None:
-        """To the end: one more signal must not change the exit status."""
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_IGN)
-
-
-async def _live(instance: _Instance, signals: _Signals) -> int:
+async def _live(instance: _Instance, signals: LoopSignals) -> int:
     asyncio.get_running_loop().set_exception_handler(logs.loop_exception_handler)
-    with signals.heard_by(lambda: instance.stop(signals.budget_seconds), instance.hurry):
+    with signals.heard_by(instance.stop, instance.hurry, at_once=instance.limit_stop):
         return await instance.live()
 
 
@@ -133,6 +73,8 @@ class _Instance:
         self._migrates = migrate
         self._notifier = Notifier()
         self._stopping = False
+        self._budget_seconds = settings.lease_margin_seconds + 2 * settings.query_timeout_seconds
+        """What a stop may take."""
         self._living: asyncio.Task[None] | None = None
         limits = SessionLimits.of(lease_seconds=settings.lease_seconds, query_timeout_seconds=settings.query_timeout_seconds)
         self._database = Database(
@@ -162,10 +104,16 @@ class _Instance:
             health.remove()
         return 0 if self._generator is None or self._generator.fence is None else _LEFT_TO_EXPIRE
 
-    def stop(self, budget_seconds: float) -> None:
+    def limit_stop(self) -> None:
+        """From now on a thread keeps the budget of the stop; what is held then expires."""
+        limit = threading.Timer(self._budget_seconds, ending.end_now, [_LEFT_TO_EXPIRE])
+        limit.daemon = True
+        limit.start()
+
+    def stop(self) -> None:
         """Produce nothing more, release the lease, end."""
         logs.emit(events.SHUTDOWN_STARTED, reason="signal")
-        self._notifier.stopping(budget_seconds)
+        self._notifier.stopping(self._budget_seconds)
         self._stopping = True
         if self._generator is not None:
             self._generator.stop()
@@ -198,22 +146,9 @@ class _Instance:
             await lane.close(_CLOSE_SECONDS)
 
     async def _reach_database(self) -> None:
-        """Wait until the database answers and fits, and put in the wish: for CONNECT_WAIT_SECONDS, or for ever."""
+        """Until the database answers and fits, and the wish has been put in."""
         limit_seconds = self._settings.connect_wait_seconds
-        since = local_seconds()
-        patience = Patience(events.DATABASE_LOST)
-        while True:
-            try:
-                await self._prepare()
-                return
-            except _NOT_NOW as error:
-                if isinstance(error, ConnectFailed) and error.refused:
-                    raise ConfigError(str(error)) from None
-                self._notifier.waiting("waiting for the database")
-                delay_seconds = patience.delay_seconds(error)
-                if limit_seconds is not None and local_seconds() + delay_seconds >= since + limit_seconds:
-                    raise DatabaseUnavailable(f"no database within {limit_seconds:g} s: {error}") from None
-                await asyncio.sleep(delay_seconds)
+        await reach_database(self._prepare, wait_seconds=limit_seconds, on_waiting=self._notifier.waiting)
 
     async def _prepare(self) -> None:
         connection = await self._database.connect("start")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -14,6 +15,9 @@ from worker import events
 from worker.events import Event
 from worker.log_lines import MAX_TEXT_CHARACTERS, safe_text, traceback_text
 from worker.masking import masked
+
+_UNFINISHED_LINES = 1_000
+"""That may wait for their end at a time: threads come and go, and not every one ends its last line."""
 
 Write = Callable[[str, Event, Mapping[str, object]], None]
 """Takes (level, event, fields); never raises."""
@@ -109,10 +113,15 @@ class LineStream(io.TextIOBase):
         self._write_event = write
         self._name = name
         self._fd = fd
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+        self.buffer = _ByteStream(self)
+
+    def _reset(self) -> None:
+        # In a forked child the lock may belong to a thread that is not there, and the rests are the parent's to say.
         self._lock = threading.RLock()
         self._rests: dict[int, str] = {}
-        """By thread: `print` writes a line in several pieces, and another thread may come in between."""
-        self.buffer = _ByteStream(self)
+        """By thread, the oldest first: `print` writes a line in several pieces, and another thread may come in between."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -138,6 +147,8 @@ class LineStream(io.TextIOBase):
             if len(rest) > MAX_TEXT_CHARACTERS:
                 lines.append(rest)
             elif rest:
+                if len(self._rests) >= _UNFINISHED_LINES:
+                    lines.append(self._rests.pop(next(iter(self._rests))))
                 self._rests[thread] = rest
         for line in lines:
             self._say(line)

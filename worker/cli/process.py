@@ -20,7 +20,7 @@ from worker.settings import Settings, load_settings, unknown_settings
 from worker.store import schema
 from worker.store.connection import ConnectFailed, Database
 from worker.store.reports import describe_session
-from worker.store.waiting import verify_room, verify_session
+from worker.store.waiting import HTTP_LANES, LANES, verify_room, verify_session
 
 
 def run(
@@ -144,7 +144,11 @@ async def _check_database(settings: Settings, database: Database, listen: Databa
             faults += error.lines
         try:
             await verify_session(connection, database)
-            await verify_room(connection, database, pool_size=settings.pool_size)
+            # As `worker run` does; LISTEN may have an address of its own.
+            lanes = LANES if listen is None else LANES - 1
+            await verify_room(connection, database, pool_size=settings.pool_size, lanes=lanes)
+            most = lanes + settings.pool_size + 1  # a second one for commits, where there is room
+            print_line(f"connections: at most {most} for `worker run`, {most + HTTP_LANES + settings.pool_size} with --serve")
             if database.pooler:
                 print_line("pooler: the role carries the limits")
         except ConfigError as error:
