@@ -16,14 +16,17 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
+from tests.processes import ROOT
+from worker.api.auth import is_loopback
+from worker.api.connections import MOST_CONNECTIONS, RESERVED_DESCRIPTORS
 from worker.cli import app as cli
 from worker.cli.serve import NEEDED
 from worker.settings import load_settings, unknown_settings
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 UNITS = ("reliable-worker.service", "reliable-worker@.service")
 GENERATOR_UNIT = "reliable-worker-generator@.service"
+HTTP_UNIT = "reliable-worker-http.service"
 
 
 def final_stage() -> list[str]:
@@ -77,7 +80,7 @@ def systemd_tree(tmp_path: Path) -> Path:
     """A file system in which our units find what they name; the program and targets are empty stand-ins."""
     units = tmp_path / "etc/systemd/system"
     units.mkdir(parents=True)
-    for unit in (*UNITS, GENERATOR_UNIT):
+    for unit in (*UNITS, GENERATOR_UNIT, HTTP_UNIT):
         shutil.copy(ROOT / "deploy" / unit, units)
     for target in ("sysinit", "basic", "shutdown", "network-online", "multi-user"):
         (units / f"{target}.target").write_text(f"[Unit]\nDescription={target}\n")
@@ -109,6 +112,10 @@ def test_systemd_accepts_two_instances_of_the_generator(systemd_tree: Path) -> N
     assert verify(systemd_tree, "reliable-worker-generator@1.service", "reliable-worker-generator@2.service") == (0, "")
 
 
+def test_systemd_accepts_the_unit_of_the_http_interface(systemd_tree: Path) -> None:
+    assert verify(systemd_tree, HTTP_UNIT) == (0, "")
+
+
 def test_systemd_would_have_complained_about_a_misspelt_line(systemd_tree: Path) -> None:
     unit = systemd_tree / "etc/systemd/system" / UNITS[0]
     unit.write_text(unit.read_text().replace("WatchdogSec=", "WatchdogSecs="))
@@ -130,7 +137,30 @@ def test_the_generators_unit_differs_from_the_workers_in_what_it_runs_and_is_cal
     assert sum("%i" in line for line in changes) == 3
 
 
-@pytest.mark.parametrize("unit", [*UNITS, GENERATOR_UNIT])
+def test_the_http_unit_differs_from_the_workers_in_what_it_runs_opens_and_reads() -> None:
+    plain, http = map(directives, (UNITS[0], HTTP_UNIT))
+    differences = [line for line in difflib.ndiff(plain, http) if line[0] in "+-"]
+    assert [line.partition("=")[0] for line in differences if line.startswith("+ ")] == [
+        *("+ Description", "+ ExecStart", "+ EnvironmentFile", "+ LimitNOFILE"),
+    ]
+    # It has no heartbeat file.
+    assert {line.partition("=")[0] for line in differences if line.startswith("- ")} == {
+        *("- Description", "- ExecStart", "- RuntimeDirectory", "- RuntimeDirectoryMode"),
+    }
+
+
+def test_the_http_unit_runs_a_command_that_exists_where_no_token_is_needed_with_files_for_all_connections() -> None:
+    lines = dict(line.split("=", 1) for line in directives(HTTP_UNIT) if "=" in line)
+    program, name, *words = lines["ExecStart"].split()
+    assert program == "/opt/reliable-worker/bin/worker"
+    command = typer.main.get_command(cli).commands[name]  # type: ignore[attr-defined]
+    given = command.make_context(name, words).params
+    assert is_loopback(given["host"])
+    assert given["port"] >= 1024, "it has no right to open others"
+    assert int(lines["LimitNOFILE"]) >= MOST_CONNECTIONS + RESERVED_DESCRIPTORS
+
+
+@pytest.mark.parametrize("unit", [*UNITS, GENERATOR_UNIT, HTTP_UNIT])
 def test_the_unit_states_the_promised_lines(unit: str) -> None:
     assert {
         "Type=notify",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,14 +15,19 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
-from tests.processes import await_for, environment
-from tests.serving import TOKEN, Served
+from tests.processes import await_for, environment, wait_for
+from tests.serving import TOKEN, Served, eating
 from tests.workplace import Workplace
-from worker import LeaseLost, RemoteTask, TaskClient
+from worker import LeaseLost, Leases, RemoteTask, TaskClient
+from worker.clock import local_seconds
 from worker.errors import ConfigError
+from worker.http_calls import Answer
+
+HELD: dict[str, Any] = {"id": 1, "key": "k", "kind": "k", "queue": "q", "payload": 1, "fence": 1, "attempt": 1, "processor": "p"}
 
 
 def client(served: Served, **fields: object) -> TaskClient:
@@ -35,13 +42,13 @@ async def test_a_task_is_enqueued_claimed_and_completed(served: Served, queue: s
         id, created = await tasks.enqueue("resize", {"n": 2**70}, key=f"{queue}-1", queue=queue)
         assert created
         assert await tasks.enqueue("resize", {}, key=f"{queue}-1", queue=queue) == (id, False)
-        task = await tasks.claim(queue=queue, lease_seconds=60)
+        task = await tasks.claim(queue=queue, lease_seconds=600)
         assert task is not None
         assert (task.id, task.kind, task.payload, task.attempt, task.processor) == (id, "resize", {"n": 2**70}, 1, "python-1")
-        assert 50 < task.remaining_seconds() <= 54
-        task.ensure_lease(for_seconds=50)
+        assert 500 < task.remaining_seconds() <= 540
+        task.ensure_lease(for_seconds=500)
         with pytest.raises(LeaseLost):
-            task.ensure_lease(for_seconds=60)
+            task.ensure_lease(for_seconds=541)
         await tasks.complete(task, {"done": True})
         assert await tasks.claim(queue=queue) is None
     assert served.job(id).result == {"done": True}
@@ -65,17 +72,45 @@ async def test_what_is_refused_is_a_value_error_that_names_it(served: Served, qu
             await tasks.enqueue("k" * 200, 1)
         with pytest.raises(ValueError, match="NaN"):
             await tasks.enqueue("k", float("nan"))
+        with pytest.raises(TypeError, match="kinds"):
+            await tasks.claim(queue=queue, kinds="resize")  # it would be read as six kinds of one letter
 
 
 async def test_a_wrong_token_is_a_matter_of_configuration(served: Served) -> None:
     async with TaskClient(served.url, bearer="not-a-token-of-tests") as tasks:
         with pytest.raises(ConfigError, match="not accepted"):
             await tasks.claim()
-    for url in ("localhost:8080", "ftp://x", ""):
-        with pytest.raises(ConfigError):
-            TaskClient(url)
-    with pytest.raises(ConfigError, match="processor"):
-        TaskClient(served.url, processor="")
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8080", "ftp://x", "", "http://", "http://[::1", "http://h:99999", "http://h:x", "http://-\N{SNOWMAN}.x y"]
+)
+def test_an_address_that_cannot_be_right_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match="the address of the server must be"):
+        TaskClient(url)
+
+
+@pytest.mark.parametrize(
+    "bearer", ["", "read-from-a-file\n", "two words of it", "caf\N{LATIN SMALL LETTER E WITH ACUTE}-of-sixteen"]
+)
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(bearer: str) -> None:
+    with pytest.raises(ConfigError, match="bearer: letters") as refused:
+        TaskClient("http://127.0.0.1:9", bearer=bearer)
+    assert not bearer or bearer.strip() not in str(refused.value)
+
+
+@pytest.mark.parametrize("processor", ["", "x" * 129, "\N{SNOWMAN}" * 43, "a\0b", "\udcff"])
+def test_a_processor_that_no_server_takes_is_refused_at_once(processor: str) -> None:
+    with pytest.raises(ConfigError, match="processor: "):
+        TaskClient("http://127.0.0.1:9", processor=processor)
+
+
+def test_a_host_whose_name_is_no_text_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel lets it be any bytes."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "caf\udce9" + "\udcff" * 60)
+    for name in (TaskClient("http://127.0.0.1:9").processor, Leases("postgresql://h/x").holder):
+        assert name.startswith("caf?")
+        assert len(name.encode()) <= 128
 
 
 async def test_a_lost_answer_to_a_claim_is_asked_for_again_and_the_same_task_comes(served: Served, queue: str) -> None:
@@ -169,13 +204,13 @@ async def test_a_long_task_is_kept_alive(workplace: Workplace, serve: Callable[.
     served = serve(workplace.url)
 
     async def handler(task: RemoteTask) -> object:
-        await asyncio.sleep(3.5)
+        await asyncio.sleep(5)
         assert task.remaining_seconds() > 0
         return "done"
 
     id = served.add()
     async with client(served) as tasks:
-        assert await tasks.run_one(handler, lease_seconds=1) == "completed"
+        assert await tasks.run_one(handler, lease_seconds=2) == "completed"
     row = served.job(id)
     assert (row.state, row.attempts, row.result) == ("succeeded", 1, "done")
 
@@ -218,7 +253,7 @@ async def test_a_server_that_is_silent_stops_the_handler_before_the_lease_can_pa
 
     try:
         async with client(served) as tasks:
-            assert await tasks.run_one(handler, lease_seconds=5) == "lost"
+            assert await tasks.run_one(handler, lease_seconds=10) == "lost"
     finally:
         os.kill(served.process.pid, signal.SIGCONT)
 
@@ -236,6 +271,47 @@ async def test_heartbeats_survive_a_server_that_is_away_for_a_moment(database_ur
     served.add()
     async with client(served) as tasks:
         assert await tasks.run_one(handler, lease_seconds=3) == "completed"
+
+
+async def test_a_heartbeat_without_an_answer_does_not_outlast_the_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent shortly before the trust runs out, it would be waited for beyond the end of the lease."""
+    stopped = asyncio.Event()
+
+    async def handler(task: RemoteTask) -> object:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+        return None
+
+    async def never(*_: object, **__: object) -> Answer:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with TaskClient("http://127.0.0.1:9") as tasks:
+        monkeypatch.setattr(tasks._calls, "call", never)
+        task = RemoteTask(**HELD, lease_seconds=1, trusted_until=local_seconds() + 0.9)
+        async with asyncio.timeout(30):
+            assert await tasks.attempt(task, handler) == "lost"
+    assert stopped.is_set()
+    with pytest.raises(LeaseLost) as loss:
+        task.ensure_lease()
+    assert loss.value.reason == "lease_untrusted"
+
+
+async def test_a_task_whose_claim_was_answered_late_is_renewed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answers were lost, and most of the lease was over when the last one came."""
+
+    async def handler(task: RemoteTask) -> object:
+        return await await_for(lambda: task.remaining_seconds() > 50, 30)
+
+    async def accept(*_: object, **__: object) -> Answer:
+        return Answer(202, {"expires_in_ms": 60_000})
+
+    async with TaskClient("http://127.0.0.1:9") as tasks:
+        monkeypatch.setattr(tasks._calls, "call", accept)
+        task = RemoteTask(**HELD, lease_seconds=60, trusted_until=local_seconds() + 3)
+        assert await tasks.attempt(task, handler) == "completed"
 
 
 async def test_an_end_that_could_not_be_told_is_told_again(served: Served, queue: str) -> None:
@@ -275,15 +351,93 @@ async def test_a_client_that_is_stopped_gives_its_tasks_back(served: Served, que
     assert {(row.state, row.attempts) for row in rows} == {("ready", 0)}
 
 
+async def test_a_client_that_is_stopped_tells_what_has_ended(served: Served, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work is done; only the server was not to be had at the first try."""
+    id = served.add(queue=queue)
+    refused = asyncio.Event()
+
+    async def handler(task: RemoteTask) -> object:
+        return "done"
+
+    async with client(served) as tasks:
+        call = tasks._calls.call
+
+        async def refuse_once(method: str, path: str, *more: object, **fields: object) -> Answer:
+            if path.endswith("/complete") and not refused.is_set():
+                refused.set()
+                raise ConnectionError("away")
+            return await call(method, path, *more, **fields)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(tasks._calls, "call", refuse_once)
+        running = asyncio.create_task(tasks.run_one(handler, queue=queue, lease_seconds=60))
+        await refused.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert (served.job(id).state, served.job(id).result) == ("succeeded", "done")
+
+
+async def test_a_client_that_is_stopped_gives_back_what_it_is_claiming(
+    served: Served, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has given the task away, and the answer is on its way."""
+    id = served.add(queue=queue)
+    given = asyncio.Event()
+
+    async with client(served) as tasks:
+        call = tasks._calls.call
+
+        async def slow(method: str, path: str, *more: object, **fields: object) -> Answer:
+            answer = await call(method, path, *more, **fields)  # type: ignore[arg-type]
+            if path.endswith("/next"):
+                given.set()
+                await asyncio.sleep(0.2)
+            return answer
+
+        monkeypatch.setattr(tasks._calls, "call", slow)
+        claiming = asyncio.create_task(tasks.claim(queue=queue, lease_seconds=60))
+        await given.wait()
+        assert served.job(id).state == "running"
+        claiming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await claiming
+    assert (served.job(id).state, served.job(id).attempts) == ("ready", 0)
+
+
+async def test_a_cancelled_attempt_is_cancelled_also_when_its_token_is_accepted_no_more(
+    served: Served, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.add(queue=queue)
+    started = asyncio.Event()
+
+    async def handler(task: RemoteTask) -> object:
+        started.set()
+        await asyncio.Event().wait()
+        return None
+
+    async def refuse(*_: object, **__: object) -> Answer:
+        raise ConfigError("this token is not accepted")
+
+    async with client(served) as tasks:
+        running = asyncio.create_task(tasks.run_one(handler, queue=queue, lease_seconds=60))
+        await started.wait()
+        monkeypatch.setattr(tasks._calls, "call", refuse)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
 async def test_run_works_several_at_a_time_until_it_is_cancelled(served: Served, queue: str) -> None:
-    ids = [served.add(queue=queue) for _ in range(30)]
+    ids = [served.add(queue=queue) for _ in range(32)]
     at_once = most = 0
+    together = asyncio.Barrier(4)
 
     async def handler(task: RemoteTask) -> object:
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
-        await asyncio.sleep(0.02)
+        async with asyncio.timeout(30):
+            await together.wait()
         at_once -= 1
         return task.id
 
@@ -343,53 +497,73 @@ asyncio.run(main())
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
         process.kill()
-    row = workplace.wait_for_state(id, "ready", timeout_seconds=6)
+    row = workplace.wait_for_state(id, "ready")
     assert (row.attempts, row.crashes, row.last_error) == (1, 0, "lease lost: http:killed")
 
 
-# --- a connection that loses answers
+# --- somebody on the way who answers in the server's place
 
 
-class eating:  # noqa: N801  (used like a function)
-    """The address of a proxy that passes every request on and loses the first of every `every` answers to `method`."""
+@contextlib.contextmanager
+def answering(status: int, body: bytes, *, pause_seconds: float = 0) -> Iterator[str]:
+    """The address of something that answers everything so, byte by byte with such pauses."""
 
-    def __init__(self, served: Served, *, every: int, method: str = "POST") -> None:
-        count = 0
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for place in range(len(body)):
+                    self.wfile.write(body[place : place + 1])
+                    time.sleep(pause_seconds)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+        do_POST = do_PUT = _answer  # noqa: N815
 
-            def _pass_on(self) -> None:
-                nonlocal count
-                body = self.rfile.read(int(self.headers.get("content-length", 0)))
-                answer = served.http.request(self.command, self.path, content=body, headers={"Content-Type": "application/json"})
-                if self.command == method:
-                    count += 1
-                    if count % every == 1:
-                        self.close_connection = True
-                        return
-                self.send_response(answer.status_code)
-                self.send_header("Content-Length", str(len(answer.content)))
-                self.end_headers()
-                self.wfile.write(answer.content)
+        def log_message(self, *_: object) -> None:
+            pass
 
-            do_GET = do_POST = do_PUT = _pass_on  # noqa: N815
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
-            def log_message(self, *_: object) -> None:
-                pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+@pytest.mark.parametrize("status", [404, 409])
+async def test_a_proxys_refusal_is_no_word_about_the_lease(status: int) -> None:
+    """A gateway that has lost its way to the server says 404, in JSON of its own."""
+    with answering(status, b'{"message": "no route matched"}') as url:
+        async with TaskClient(url) as tasks:
+            task = RemoteTask(**HELD, lease_seconds=60, trusted_until=local_seconds() + 50)
+            with pytest.raises(ConnectionError, match=f"{status} that is not of"):
+                await tasks.heartbeat(task)
+            assert task.lost is None
+            task.ensure_lease()
 
-    def __enter__(self) -> str:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self._server.server_port}"
 
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+@pytest.mark.parametrize("body", [b"<html>too large</html>", b"", b'{"error": "too_large", "message": "too much"}'])
+async def test_what_is_too_large_for_somebody_on_the_way_is_refused_and_not_tried_for_ever(body: bytes) -> None:
+    with answering(413, body) as url:
+        async with TaskClient(url) as tasks:
+            with pytest.raises(ValueError, match="too large"):
+                await tasks.enqueue("k", "x")
+
+
+async def test_an_answer_that_comes_drop_by_drop_is_none() -> None:
+    """Each piece comes in time, all of them never would."""
+    with answering(200, b" " * 1_000, pause_seconds=0.1) as url:
+        async with TaskClient(url, timeout_seconds=0.5) as tasks:
+            with pytest.raises(ConnectionError, match="no answer in time"):
+                await tasks.enqueue("k", "x")
 
 
 @pytest.fixture(autouse=True)
-def _no_task_is_left_behind() -> Iterator[None]:
+def _no_thread_is_left_behind() -> Iterator[None]:
+    before = set(threading.enumerate())
     yield
-    assert threading.active_count() < 20
+    wait_for(lambda: set(threading.enumerate()) <= before)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -16,11 +19,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import wait_for
+from tests.processes import await_for, wait_for
 from tests.serving import TOKEN, Served, error_of
-from worker.api.connections import MOST_UNREAD
+from worker.api import connections
+from worker.api.auth import Tokens
+from worker.api.connections import MOST_UNREAD, RESERVED_DESCRIPTORS
 from worker.api.gate import BODY_BYTES, BODY_SECONDS
+from worker.api.hosts import NoPool
+from worker.api.listening import Server, bind
 from worker.api.problems import invalid
+from worker.api.state import make_api
+from worker.settings import load_settings
 
 JSON = {"Content-Type": "application/json"}
 PATHS = ("/api/tasks", "/api/leases", "/api/generator", "/metrics", "/api/tasks/1", "/nowhere")
@@ -315,6 +324,8 @@ def test_a_slow_head_and_a_silent_connection_are_closed(served: Served) -> None:
         b"GET /\xff HTTP/1.1\r\n\r\n",
         b"GET http://elsewhere/ HTTP/1.1\r\n\r\n",
         b"OPTIONS * HTTP/1.1\r\n\r\n",
+        b"CONNECT elsewhere:443 HTTP/1.1\r\nHost: elsewhere\r\n\r\n",
+        b"CONNECT /path HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
 )
 def test_what_is_not_http_is_answered_in_the_one_shape_and_closed(served: Served, bad: bytes) -> None:
@@ -361,15 +372,57 @@ def test_ten_thousand_idle_connections_crowd_out_nobody(served: Served) -> None:
             one.close()
 
 
-def test_more_connections_than_are_allowed_close_the_idle_ones_first(database_url: str, serve: Callable[..., Served]) -> None:
-    import resource
-
+@pytest.fixture
+def small(database_url: str, serve: Callable[..., Served]) -> Served:
+    """A server that allows 50 connections: it may open few files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (178, hard))  # inherited by the server, which then allows 50 connections
+    resource.setrlimit(resource.RLIMIT_NOFILE, (50 + RESERVED_DESCRIPTORS, hard))
     try:
-        served = serve(database_url)
+        return serve(database_url)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("body", [b"{}", b"{", b""], ids=["whole", "a_part", "none"])
+def test_a_connection_whose_request_was_refused_before_its_body_is_an_idle_one_afterwards(small: Served, body: bytes) -> None:
+    """Else anybody could hold all of them, without a token."""
+    refused = b"POST /api/tasks HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+    with contextlib.ExitStack() as held:
+        for _ in range(120):
+            one = held.enter_context(connection(small))
+            one.sendall(refused)
+            assert one.recv(65_536).startswith(b"HTTP/1.1 401 ")
+            one.sendall(body)
+        assert still_serves(small)
+    assert not small.process.find("internal_error")
+
+
+async def test_a_connection_whose_request_was_refused_before_its_body_is_closed_like_any_idle_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
+    tokens = Tokens([TOKEN])
+    sockets = bind("127.0.0.1", 0, tokens)
+    api = make_api(load_settings({"DATABASE_URL": "postgresql://nobody@127.0.0.1:1/none"}), tokens, NoPool())
+    server = Server(api, sockets, stop_seconds=1)
+    port = sockets[0].getsockname()[1]
+    listening = asyncio.create_task(server.listen())
+    try:
+        async with asyncio.timeout(60):
+            await await_for(lambda: server.started)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /api/tasks HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 401 ")
+            writer.write(b"{}")
+            assert await reader.read() == b""
+            writer.close()
+    finally:
+        server.should_exit = True
+        await listening
+
+
+def test_more_connections_than_are_allowed_close_the_idle_ones_first(small: Served) -> None:
+    served = small
     idle = [socket.create_connection(("127.0.0.1", served.port), timeout=20) for _ in range(200)]
     try:
         assert still_serves(served)
@@ -440,6 +493,32 @@ def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
         answer = read_all(one)
     assert answer.count(b"HTTP/1.1 200 OK") == 20
     assert answer.rpartition(b"HTTP/1.1 ")[2].startswith(b"404")
+
+
+@pytest.mark.parametrize("pause_seconds", [0, 0.1], ids=["in_one_piece", "in_two"])
+def test_a_client_that_offers_to_go_on_in_http_2_is_served_as_if_it_had_not(
+    served: Served, queue: str, pause_seconds: float
+) -> None:
+    """Java's offers it with its first requests. The parser ends a request with such an offer before its body."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA")
+    body = json.dumps({"payload": 1, "queue": queue}).encode()
+    with connection(served) as one:
+        for framing, sent in (
+            (f"Content-Length: {len(body)}", body),
+            ("Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)),
+        ):
+            start = head("POST", "/api/tasks", *offer, "Content-Type: application/json", framing)
+            for piece in (start, sent) if pause_seconds else (start + sent,):
+                one.sendall(piece)
+                time.sleep(pause_seconds)
+            with http.client.HTTPResponse(one) as answer:
+                answer.begin()
+                assert (answer.status, json.loads(answer.read())["queue"]) == (201, queue)
+        one.sendall(head("GET", "/healthz", *offer) + head("GET", "/nowhere", "Connection: close"))
+        answers = read_all(one)
+    assert answers.startswith(b"HTTP/1.1 200 OK")
+    assert answers.rpartition(b"HTTP/1.1 ")[2].startswith(b"404")
+    assert len(served.ask("SELECT FROM jobs WHERE queue = %s", queue)) == 2
 
 
 # --- names

@@ -1,20 +1,12 @@
-"""Named leases and the generator over HTTP, and `Leases(url=…)`, which is a program without access to the database."""
+"""Named leases and the generator over HTTP: the routes, renewals of many, and rivals."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-import os
 import random
-import signal
-import socket
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -22,30 +14,22 @@ import psycopg
 import pytest
 from psycopg.rows import namedtuple_row
 
-from tests.processes import await_for, wait_for
+from tests.processes import wait_for
 from tests.serving import TOKEN, Served, error_of
-from worker import LeaseHeld, LeaseLost, Leases
 from worker.api.name_beats import ROLE, NameBeats
 from worker.api.problems import Problem
-from worker.clock import local_seconds
-from worker.errors import ConfigError
 from worker.holding import HeldName
-from worker.http_calls import Answer
 from worker.keeper import LEASE_SETTINGS
-from worker.lease_http import RENEWALS, HttpTransport
-from worker.name_renewals import NameRenewals, terms_of
+from worker.lease_http import HttpTransport
+from worker.name_renewals import terms_of
 from worker.store.connection import Database, Lane
-from worker.store.leases import Lease, Renewal
+from worker.store.lease_renewals import Renewal
+from worker.store.leases import Lease
 
 FIELDS = {
     *("id", "resource", "holder", "fence", "ttl_seconds", "metadata", "state", "expires_in_ms"),
     *("created_at", "renewed_at", "released_at"),
 }
-
-
-@pytest.fixture
-def name(queue: str) -> str:
-    return queue
 
 
 def acquire(served: Served, name: str, holder: str = "a", **fields: Any) -> dict[str, Any]:
@@ -310,206 +294,7 @@ async def test_three_hundred_names_are_renewed_over_http_in_fewer_statements(ser
     assert (row.renewed, row.statements < 300) == (300, True)
 
 
-# --- the generator
-
-
-def test_the_generator_is_started_and_stopped_and_any_instance_says_the_same(
-    database_url: str, serve: Callable[..., Served]
-) -> None:
-    one, other = serve(database_url), serve(database_url)
-    stopped = one.http.get("/api/generator").json()
-    assert stopped == {"state": "STOPPED", "holder": None, "fence": None, "rate": stopped["rate"], "produced": 0}
-    assert one.http.post("/api/generator/start").json()["state"] == "STARTED"
-    assert other.http.get("/api/generator").json()["state"] == "STARTED"
-    assert other.http.post("/api/generator/stop").json()["state"] == "STOPPED"
-    assert one.http.get("/api/generator").json()["state"] == "STOPPED"
-    for path in ("/api/generator/start", "/api/generator/stop"):
-        assert error_of(one.http.get(path)) == (405, "method_not_allowed")
-        assert error_of(one.http.post(path, json={"rate": 5})) == (422, "invalid")
-    assert one.http.get("/api/generator").json()["state"] == "STOPPED"
-
-
-# --- Leases(url=…)
-
-
-async def test_leaving_it_closes_every_connection_also_when_nobody_answers(
-    database_url: str, serve: Callable[..., Served], name: str
-) -> None:
-    served = serve(database_url)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", ResourceWarning)
-        for hangs, ttl_seconds in ((False, 60), (True, 6)):
-            async with contextlib.AsyncExitStack() as stack:
-                leases = await stack.enter_async_context(Leases(url=served.url, bearer=TOKEN))
-                async with asyncio.TaskGroup() as group:
-                    for number in range(12):
-                        group.create_task(hold_until_lost(leases, f"{name}-{hangs}-{number}", ttl_seconds))
-                    # Several connections for acquisitions, and where it hangs later for renewals.
-                    there = "SELECT FROM leases WHERE starts_with(resource, %s) AND (ttl_seconds > 6 OR renewed_at IS NOT NULL)"
-                    await await_for(lambda: len(served.ask(there, f"{name}-{hangs}-")) == 12, 30)  # noqa: B023
-                    if hangs:
-                        os.kill(served.process.pid, signal.SIGSTOP)
-                    await stack.aclose()
-        del leases
-        gc.collect()
-    os.kill(served.process.pid, signal.SIGCONT)
-    assert [str(one.message) for one in said if issubclass(one.category, ResourceWarning)] == []
-
-
-async def hold_until_lost(leases: Leases, name: str, ttl_seconds: float) -> None:
-    with pytest.raises(LeaseLost):
-        async with leases.hold(name, ttl_seconds=ttl_seconds):
-            await asyncio.sleep(60)
-
-
-async def test_renewals_begin_with_the_lease_that_is_trusted_for_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = HttpTransport("http://127.0.0.1:1", None)
-    asked: list[object] = []
-
-    async def call(method: str, path: str, body: dict[str, object], *, seconds: float) -> Answer:
-        asked.append(body["resource"])
-        return Answer(200, {"expires_in_ms": 3_000})
-
-    monkeypatch.setattr(transport._renewals, "call", call)
-    held = [
-        HeldName(resource=str(at), holder="h", id=at, fence=1, terms=terms_of(3), asked_at=at, remaining_seconds=3)
-        for at in (2, 3, 1)
-    ]
-    renewed = await transport.renew_many(held, limit_seconds=1)
-    assert (asked, len(renewed.expires_in_ms)) == (["1", "2", "3"], 3)
-    await transport.close(1)
-
-
-async def test_names_for_which_a_round_has_no_time_are_asked_for_at_once_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = HttpTransport("http://127.0.0.1:1", None)
-    asked: list[str] = []
-
-    async def call(method: str, path: str, body: dict[str, str], *, seconds: float) -> Answer:
-        asked.append(body["resource"])
-        await asyncio.sleep(0.3)  # more than half of what a round of such leases may take
-        return Answer(200, {"expires_in_ms": 3_000})
-
-    monkeypatch.setattr(transport._renewals, "call", call)
-    names = NameRenewals(transport)
-    for number in range(200):
-        names.add(
-            HeldName(resource=str(number), holder="h", id=number, fence=1, terms=terms_of(3), asked_at=0, remaining_seconds=3)
-        )
-    next_at = await names.beat(poked=False)
-    assert len(set(asked)) == len(asked) <= RENEWALS
-    assert next_at <= local_seconds()
-    while len(set(asked)) < 200:
-        before = list(asked)
-        await names.beat(poked=False)
-        first = asked[len(before) :][: 200 - len(set(before))]
-        assert not set(before) & set(first)
-    await transport.close(1)
-
-
-async def test_a_program_without_the_database_holds_a_lease_over_http(served: Served, name: str) -> None:
-    async with Leases(url=served.url, bearer=TOKEN, holder="a") as leases:
-        async with leases.hold(name, ttl_seconds=1, metadata={"why": "test"}) as held:
-            [row] = served.ask("SELECT * FROM leases WHERE resource = %s", name)
-            assert (row.holder, row.fence, row.metadata) == ("a", held.fence, {"why": "test"})
-            assert served.http.post("/api/leases", json={"resource": name, "holder": "b"}).json()["holder"] == "a"
-            await asyncio.sleep(2.5)  # more than two terms: it is renewed
-            held.ensure_lease()
-            assert 0 < held.remaining_seconds() <= 1
-        acquired = acquire(served, name, "b", ttl_seconds=1)
-        assert acquired["fence"] > held.fence
-        with pytest.raises(LeaseHeld) as refused:
-            async with leases.hold(name):
-                pass
-        assert refused.value.holder == "b"
-        async with leases.hold(name, wait_seconds=5) as again:
-            assert again.fence > acquired["fence"]
-
-
-async def test_a_lease_lost_over_http_stops_the_block(served: Served, name: str) -> None:
-    async with Leases(url=served.url, bearer=TOKEN) as leases:
-
-        async def block() -> None:
-            async with leases.hold(name, ttl_seconds=1):
-                served.ask("UPDATE leases SET fence = nextval('fence_seq'), holder = 'x' WHERE resource = %s RETURNING id", name)
-                await asyncio.sleep(10)
-
-        with pytest.raises(LeaseLost) as lost:
-            await block()
-        assert lost.value.reason == "lease_lost"
-
-
-async def test_a_server_that_hangs_stops_the_block_before_the_lease_can_pass_on(
-    database_url: str, serve: Callable[..., Served], name: str
-) -> None:
-    served = serve(database_url)
-    async with Leases(url=served.url, bearer=TOKEN) as leases:
-
-        async def block() -> None:
-            async with leases.hold(name, ttl_seconds=5):
-                os.kill(served.process.pid, signal.SIGSTOP)
-                try:
-                    await asyncio.sleep(60)
-                finally:
-                    [row] = served.ask("SELECT expires_at > clock_timestamp() AS live FROM leases WHERE resource = %s", name)
-                    assert row.live, "it went on after its lease"
-
-        try:
-            with pytest.raises(LeaseLost) as lost:
-                await block()
-            assert lost.value.reason == "lease_untrusted"
-        finally:
-            os.kill(served.process.pid, signal.SIGCONT)
-
-
-async def test_a_wrong_token_or_address_is_a_matter_of_configuration(served: Served, name: str) -> None:
-    async with Leases(url=served.url, bearer="wrong-token-wrong-token") as leases:
-        with pytest.raises(ConfigError, match="not accepted"):
-            async with leases.hold(name):
-                pass
-    with pytest.raises(ConfigError, match="http://HOST:PORT"):
-        async with Leases(url="ftp://elsewhere"):
-            pass
-
-
-@pytest.fixture
-def eater(served: Served) -> Iterator[str]:
-    """The address of a proxy that passes requests on and eats every second answer to a POST."""
-    count = {"POST": 0}
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def _pass_on(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            answer = served.http.request(self.command, self.path, content=body, headers={"Content-Type": "application/json"})
-            count["POST"] += self.command == "POST"
-            if self.command == "POST" and count["POST"] % 2 == 1:
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-                return
-            self.send_response(answer.status_code)
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
-
-        do_POST = do_PUT = do_DELETE = _pass_on  # noqa: N815
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-async def test_an_acquisition_whose_answer_was_eaten_locks_nobody_out(served: Served, name: str, eater: str) -> None:
-    async with Leases(url=eater, bearer=TOKEN, holder="a") as leases, leases.hold(name, ttl_seconds=600) as held:
-        [row] = served.ask("SELECT holder, fence FROM leases WHERE resource = %s", name)
-        assert (row.holder, row.fence) == ("a", held.fence)
-    [row] = served.ask("SELECT released_at FROM leases WHERE resource = %s", name)
-    assert row.released_at is not None
+# --- rivals
 
 
 def test_fifty_clients_have_never_two_holders_and_fences_rise(served: Served, name: str) -> None:
@@ -536,3 +321,22 @@ def test_fifty_clients_have_never_two_holders_and_fences_rise(served: Served, na
     assert len(history) == 50
     assert history == sorted(set(history))
     wait_for(lambda: served.http.get("/readyz").status_code == 200)
+
+
+# --- the generator
+
+
+def test_the_generator_is_started_and_stopped_and_any_instance_says_the_same(
+    database_url: str, serve: Callable[..., Served]
+) -> None:
+    one, other = serve(database_url), serve(database_url)
+    stopped = one.http.get("/api/generator").json()
+    assert stopped == {"state": "STOPPED", "holder": None, "fence": None, "rate": stopped["rate"], "produced": 0}
+    assert one.http.post("/api/generator/start").json()["state"] == "STARTED"
+    assert other.http.get("/api/generator").json()["state"] == "STARTED"
+    assert other.http.post("/api/generator/stop").json()["state"] == "STOPPED"
+    assert one.http.get("/api/generator").json()["state"] == "STOPPED"
+    for path in ("/api/generator/start", "/api/generator/stop"):
+        assert error_of(one.http.get(path)) == (405, "method_not_allowed")
+        assert error_of(one.http.post(path, json={"rate": 5})) == (422, "invalid")
+    assert one.http.get("/api/generator").json()["state"] == "STOPPED"

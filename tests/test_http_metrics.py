@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.processes import wait_for
+from tests.processes import ROOT, await_for, wait_for
 from tests.serving import Served
 from tests.workplace import Workplace
 from worker.api.cached import Cached
@@ -54,8 +54,7 @@ def test_it_counts_jobs_leases_and_ages(database_url: str, serve: Callable[..., 
     served.ask("UPDATE jobs SET available_at = now() - interval '1 hour' WHERE kind = 'failing' RETURNING id")
     served.http.post("/api/leases", json={"resource": "r", "holder": "h"})
     with served.db.transaction():
-        served.db.execute("SELECT 1")
-        time.sleep(0.2)
+        served.db.execute("SELECT pg_sleep(0.2)")
         samples = scrape(served)
     states = {state: value(samples, "worker_jobs", state=state) for state in ("ready", "scheduled", "running", "succeeded")}
     assert states == {"ready": 1, "scheduled": 1, "running": 2, "succeeded": 1}
@@ -121,7 +120,7 @@ def test_the_number_of_series_does_not_grow_with_what_is_in_the_table(database_u
     assert sum(number for (name, _), number in first.items() if name == "worker_kind_jobs") == 5_000
     assert value(first, "worker_queue_jobs", queue=OTHERS, state="ready") > 1_000
     served.ask("UPDATE jobs SET kind = 'other ' || id, queue = 'other ' || id RETURNING id")
-    time.sleep(CACHED_SECONDS)
+    wait_for(lambda: value(scrape(served), "worker_queue_jobs", queue=OTHERS, state="ready") == 5_000)  # it has looked again
     second = scrape(served)
     assert len(second) <= len(first)
 
@@ -140,10 +139,10 @@ def test_a_histogram_counts_each_value_once_in_the_bucket_whose_bound_it_does_no
 
 def test_measuring_costs_next_to_nothing() -> None:
     measures = Measures()
-    started = time.perf_counter()
+    started = time.thread_time()
     for _ in range(10_000):
         measures.claim_seconds.observe(0.003)
-    assert (time.perf_counter() - started) / 10_000 < 20e-6  # a batch, on a busy machine; it takes half a microsecond
+    assert (time.thread_time() - started) / 10_000 < 20e-6  # a batch, on a slow machine; it takes half a microsecond
     assert measures.claim_seconds.counts[SECONDS.index(0.005)] == 10_000
 
 
@@ -160,27 +159,28 @@ async def test_what_is_cached_is_asked_for_once_by_all_who_wait() -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(cached.get()) for _ in range(50)]
     assert {task.result() for task in tasks} == {1}
-    await asyncio.sleep(0.25)
-    assert await cached.get() == 2
+
+    async def asked_again() -> bool:
+        return await cached.get() == 2
+
+    await await_for(asked_again)
 
 
 def test_a_pool_says_how_it_is(workplace: Workplace, serve: Callable[..., Served]) -> None:
     served = serve(workplace.url, "--serve", "127.0.0.1:0", command="run", WORKER_HANDLERS="tests.handlers_for_tests:handlers")
-    workplace.add("nap", {"seconds": 8}, key="naps")
+    workplace.add("nap", {"seconds": 60}, key="naps")
     workplace.wait_for_notes("start", "naps")
     samples = scrape(served)
     assert value(samples, "worker_pool_busy") == value(samples, "worker_pool_held_leases") == 1
     assert value(samples, "worker_pool_slots") == 4
     assert value(samples, "worker_claimed_total", by="pool") == value(samples, "worker_claim_seconds_count", by="pool") == 1
-    assert 0 <= value(samples, "worker_pool_loop_lag_seconds") < 1
-    assert 0 <= value(samples, "worker_pool_claim_age_seconds") < 5
+    assert 0 <= value(samples, "worker_pool_loop_lag_seconds") < 30
+    assert 0 <= value(samples, "worker_pool_claim_age_seconds") < 30
     wait_for(lambda: value(scrape(served), "worker_pool_hungry") == 1)
     assert value(scrape(served), "worker_processes") == 1
 
 
 def test_the_document_of_the_metrics_names_each_of_them(served: Served) -> None:
-    from tests.processes import ROOT
-
     documented = set(re.findall(r"`(worker_\w+)`", (ROOT / "docs" / "http.md").read_text()))
     text = served.http.get("/metrics").text
     served_names = {name.removesuffix("_total") for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from worker.api import models
 from worker.api.auth import Tokens, addresses_of, check_local_caller, is_loopback, require_tokens
 from worker.api.judging import VERBS, judge, remote_failure
 from worker.api.problems import Problem
 from worker.api.rendering import cursor_of, read_cursor
+from worker.api.strict import MOST_FIELDS, read_body
 from worker.errors import ConfigError
 from worker.store.tasks import Standing, Task
 
@@ -123,6 +127,19 @@ def test_tokens_are_compared_whole() -> None:
         assert not tokens.accept(wrong)
 
 
+def test_a_flood_of_faults_costs_no_more_than_one() -> None:
+    """Two megabytes of them, listed one by one, would keep everybody else waiting for seconds."""
+    with pytest.raises(ValidationError) as refused:
+        models.ClaimTask.model_validate({"processor": "p", "kinds": [1] * 10_000})
+    assert refused.value.error_count() == 1
+    body = json.dumps({"payload": 1} | dict.fromkeys(map(str, range(10_000)))).encode()
+    with pytest.raises(Problem) as flood:
+        read_body(models.NewTask, "application/json", body)
+    assert (flood.value.status_code, "10,001 fields" in flood.value.message) == (422, True)
+    known = max(len(one.model_fields) for one in (models.NewTask, models.ClaimTask, models.AcquireLease, models.CompleteTask))
+    assert known <= MOST_FIELDS
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.255.255.254", "::1"])
 def test_loopback_needs_no_token(address: str) -> None:
     assert is_loopback(address)
@@ -130,7 +147,7 @@ def test_loopback_needs_no_token(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "x"])
-def test_everything_else_does(address: str) -> None:
+def test_every_other_address_needs_a_token(address: str) -> None:
     with pytest.raises(ConfigError, match="WORKER_HTTP_TOKENS"):
         require_tokens("x", ["127.0.0.1", address], Tokens([]))
     require_tokens("x", [address], Tokens(["a" * 16]))

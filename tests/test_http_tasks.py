@@ -11,8 +11,9 @@ import psycopg
 import pytest
 
 from tests.processes import wait_for
+from tests.servers import WAIT_FOR_US
 from tests.serving import Served, error_of
-from tests.workplace import Workplace
+from tests.workplace import POLL_NEVER, Workplace
 
 FIELDS = {
     *("id", "key", "kind", "queue", "payload", "state", "processor", "fence", "attempt", "scheduled_at", "started_at"),
@@ -471,10 +472,26 @@ def test_a_release_wakes_an_idle_daemon(workplace: Workplace, serve: Callable[..
     served = serve(workplace.url)
     workplace.ask("INSERT INTO jobs (idempotency_key, kind, payload) VALUES ('mine', 'nap', '{}') RETURNING id")
     task = served.claimed(lease_seconds=60)
-    workplace.daemon(WORKER_POLL_SECONDS="300")
-    wait_for(lambda: workplace.value("SELECT hungry FROM processes"))
+    workplace.daemon(**POLL_NEVER)
+    workplace.wait_until_only_notifications_wake()
     served.tell("release", task)
-    workplace.wait_for_state(task["id"], "succeeded", timeout_seconds=5)
+    workplace.wait_for_state(task["id"], "succeeded")
+
+
+@pytest.mark.parametrize("seconds", ["1e300", "1e999", "-1e300", "0", '"60"', "null", "[1]", '{"a": 1}'])
+def test_a_length_that_no_claim_can_have_asked_for_makes_no_list_fail_and_no_lease_odd(
+    served: Served, queue: str, seconds: str
+) -> None:
+    """Somebody writes into `meta` by hand."""
+    id = served.add(queue=queue)
+    task = served.claimed(queue=queue, lease_seconds=60)
+    served.ask("UPDATE jobs SET meta = jsonb_set(meta, '{http,lease_seconds}', %s::jsonb) WHERE id = %s RETURNING id", seconds, id)
+    for path in ("/api/tasks", "/api/tasks/started"):
+        assert served.http.get(f"{path}?limit=500").status_code == 200
+    assert served.http.get(f"/api/tasks/{id}").json()["last_heartbeat_at"] is None
+    renewed = served.tell("heartbeat", task)
+    assert (renewed.status_code, 0 < renewed.json()["expires_in_ms"] <= 60_000) == (202, True)
+    assert served.tell("complete", task).status_code == 202
 
 
 def test_daemons_and_remote_workers_share_a_queue_and_each_job_is_done_once(
@@ -519,7 +536,7 @@ def test_a_row_that_somebody_keeps_locked_holds_up_no_other_completion(served: S
         other.execute("SELECT FROM jobs WHERE id = ANY (%s) FOR UPDATE", ([tasks[0]["id"], tasks[1]["id"]],))
         with ThreadPoolExecutor(4) as threads:
             first = threads.submit(served.tell, "complete", tasks[0])
-            wait_for(lambda: served.ask("SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%held%%'"))
+            wait_for(lambda: other.execute(WAIT_FOR_US).fetchone() != (0,))
             # The others gather behind it.
             asked = [first, *(threads.submit(served.tell, "complete", task) for task in tasks[1:])]
             answers = [one.result() for one in asked]

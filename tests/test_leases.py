@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -15,9 +16,7 @@ import pytest
 from psycopg import sql
 
 from tests.processes import wait_for
-from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, frozen
-
-SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
+from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, both_shapes, frozen
 
 # Counts what the keeper sends: calls, and the leases in each.
 COUNT_RENEWALS = """
@@ -80,14 +79,14 @@ def test_a_commit_does_not_wait_for_a_blocked_loop(workplace: Workplace) -> None
     with workplace.lock(first):  # its completion has to wait: the loop is blocked by then
         workplace.open_gate()
         workplace.wait_for_notes("end")
-        blocking = workplace.add("block", {"seconds": 2.5})
+        blocking = workplace.add("block", {"seconds": 5})
         workplace.wait_for_notes("start", workplace.job(blocking).idempotency_key)
-    workplace.wait_for_state(first, "succeeded", timeout_seconds=2)
+    workplace.wait_for_state(first, "succeeded")
     assert workplace.job(blocking).state == "running"
     workplace.wait_for_state(blocking, "succeeded")
 
 
-@SHAPES
+@both_shapes
 def test_a_frozen_worker_can_write_nothing_when_it_wakes(workplace: Workplace, shape: dict[str, str]) -> None:
     """C2, guarantee 3: its effect and its completion roll back together, and it goes on serving."""
     zombie = workplace.daemon(**shape)
@@ -111,7 +110,7 @@ def test_a_frozen_worker_can_write_nothing_when_it_wakes(workplace: Workplace, s
     workplace.healthy()
 
 
-@SHAPES
+@both_shapes
 def test_a_zombie_inside_its_own_transaction_can_write_nothing(workplace: Workplace, shape: dict[str, str]) -> None:
     zombie = workplace.daemon(**shape)
     id = workplace.add("own", {"gate": "gate"}, key="contested")
@@ -126,7 +125,7 @@ def test_a_zombie_inside_its_own_transaction_can_write_nothing(workplace: Workpl
     workplace.healthy()
 
 
-@SHAPES
+@both_shapes
 @pytest.mark.parametrize("kind", ["gated", "own", "fail"])
 def test_a_worker_that_has_not_noticed_its_loss_can_write_nothing(workplace: Workplace, shape: dict[str, str], kind: str) -> None:
     """Guarantee 2: its trust has long to run, and its handler ends first. The fence alone refuses it; the row stays as it is."""
@@ -164,7 +163,7 @@ def test_a_transaction_left_open_by_a_frozen_worker_ends_before_its_job_is_lost(
     workplace.healthy()
 
 
-@SHAPES
+@both_shapes
 @pytest.mark.parametrize("loss", ["expired", "taken"])
 def test_a_handler_is_told_to_stop_when_its_lease_is_lost(workplace: Workplace, shape: dict[str, str], loss: str) -> None:
     """Guarantee 5: a renewal says that the lease is gone."""
@@ -175,7 +174,7 @@ def test_a_handler_is_told_to_stop_when_its_lease_is_lost(workplace: Workplace, 
         workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 second'")
     else:
         workplace.db.execute("UPDATE jobs SET fence = nextval('fence_seq'), lease_owner = 'somebody else'")
-    workplace.wait_for_notes("told:lease_lost", timeout_seconds=LEASE_SECONDS)
+    workplace.wait_for_notes("told:lease_lost")  # not "lease_untrusted", as its own clock would tell it
     daemon.wait_for_event("job_abandoned", job_id=id, reason="lease_lost")
     row = workplace.job(id)
     assert (row.state, row.attempts) == ("running", 1)
@@ -213,7 +212,7 @@ def test_a_late_snooze_counts_until_the_reaper_has_moved_the_row(workplace: Work
     assert workplace.wait_for_state(id, "ready").attempts == 0
 
 
-@SHAPES
+@both_shapes
 def test_a_late_release_counts_until_the_reaper_has_moved_the_row(workplace: Workplace, shape: dict[str, str]) -> None:
     """No renewal is due before the stop, so nobody has noticed that the lease is over."""
     daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="60", WORKER_SHUTDOWN_GRACE_SECONDS="0")
@@ -226,17 +225,17 @@ def test_a_late_release_counts_until_the_reaper_has_moved_the_row(workplace: Wor
     assert daemon.find("job_released", job_id=id, reason="shutdown")
 
 
-@SHAPES
+@both_shapes
 def test_a_healthy_job_longer_than_every_limit_is_never_rescued(workplace: Workplace, shape: dict[str, str]) -> None:
     """C8: with a second daemon that would."""
-    daemons = [workplace.daemon(**shape, WORKER_LEASE_SECONDS="1") for _ in range(2)]
-    id = workplace.add("nap", {"seconds": 3.5})
+    daemons = [workplace.daemon(**shape) for _ in range(2)]
+    id = workplace.add("nap", {"seconds": 2.5 * LEASE_SECONDS})
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 1
     assert [event for daemon in daemons for event in daemon.find("lease_expired")] == []
 
 
-@SHAPES
+@both_shapes
 def test_a_crashed_workers_job_becomes_claimable_after_expiry(workplace: Workplace, shape: dict[str, str]) -> None:
     """And C11: while every slot of the others is taken, since the reaper is no job."""
     crashing = workplace.daemon(**shape)
@@ -248,7 +247,7 @@ def test_a_crashed_workers_job_becomes_claimable_after_expiry(workplace: Workpla
         workplace.add("nap", {"seconds": 60})
     rescuer = workplace.daemon(**shape, WORKERS="2")
     workplace.wait_for_notes("start", count=3)
-    row = workplace.wait_for_state(id, "ready", timeout_seconds=2 * LEASE_SECONDS)
+    row = workplace.wait_for_state(id, "ready")
     assert workplace.value("SELECT clock_timestamp()") >= lease_until
     assert (row.attempts, row.crashes, row.lease_owner, row.lease_until) == (1, 1, None, None)
     expired = rescuer.wait_for_event("lease_expired", job_id=id)
@@ -295,7 +294,7 @@ def test_a_job_is_recovered_by_its_own_lease_alone(workplace: Workplace, gone: s
     assert row.attempts == 2
 
 
-@SHAPES
+@both_shapes
 def test_somebody_elses_row_lock_costs_that_job_alone(workplace: Workplace, shape: dict[str, str]) -> None:
     """C13, C15: the other renewals go on, at most one of them at a time; the locked job stops by its own clock."""
     daemon = workplace.daemon(**shape)
@@ -304,7 +303,7 @@ def test_somebody_elses_row_lock_costs_that_job_alone(workplace: Workplace, shap
     others = [workplace.add("nap", {"seconds": 3 * LEASE_SECONDS}) for _ in range(3)]
     workplace.wait_for_notes("start", count=4)
     with workplace.lock(locked):
-        workplace.wait_for_notes("told:lease_untrusted", "locked", timeout_seconds=2 * LEASE_SECONDS)
+        workplace.wait_for_notes("told:lease_untrusted", "locked")
         daemon.wait_for_event("job_abandoned", job_id=locked, reason="lease_untrusted")
         until = time.monotonic() + LEASE_SECONDS
         while time.monotonic() < until:
@@ -328,7 +327,7 @@ def test_one_failed_renewal_is_followed_by_the_next(workplace: Workplace) -> Non
     for _ in range(4):
         before = workplace.job(id).lease_until
         assert workplace.terminate("leases") == 1
-        wait_for(lambda before=before: workplace.job(id).lease_until > before, LEASE_SECONDS)  # type: ignore[misc]
+        wait_for(lambda before=before: workplace.job(id).lease_until > before)  # type: ignore[misc]
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 1
     assert daemon.find("job_abandoned") == []
@@ -372,7 +371,9 @@ time_t time(time_t *here) {
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="a clock of one's own needs a C compiler")
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None, reason="a clock of one's own needs Linux and a C compiler"
+)
 @pytest.mark.parametrize("seconds", [600, -600])
 def test_a_wall_clock_that_is_wrong_or_jumps_changes_nothing(workplace: Workplace, seconds: int) -> None:
     """C12: wrong from the start, and again in the middle of a job; another process stands by for whatever would expire."""
@@ -403,22 +404,22 @@ def test_a_wall_clock_that_is_wrong_or_jumps_changes_nothing(workplace: Workplac
 def test_a_time_out_stops_an_async_handler(workplace: Workplace) -> None:
     """C16: nothing of it happens afterwards."""
     daemon = workplace.daemon()
-    id = workplace.add("slow", {"seconds": 2}, key="slow", max_attempts=1)
-    row = workplace.wait_for_state(id, "dead", timeout_seconds=1.5)
+    id = workplace.add("slow", {"seconds": 60}, key="slow", max_attempts=1)
+    row = workplace.wait_for_state(id, "dead")
     assert row.last_error == "TimeoutError: not done after 0.5 s"
     assert [failure.outcome for failure in workplace.failures(id)] == ["timeout"]
-    started = workplace.notes("start", "slow")[0]
-    time.sleep(max(started.at_seconds + 2.5 - time.monotonic(), 0))
+    daemon.wait_for_event("job_dead", job_id=id, error_type="TimeoutError")
+    assert daemon.stop() == 0  # 75, if it had gone on
     assert [note.word for note in workplace.notes()] == ["start", "told:timeout"]
     assert workplace.ledger() == {}
-    daemon.wait_for_event("job_dead", job_id=id, error_type="TimeoutError")
 
 
 def test_a_thread_past_its_time_out_keeps_its_slot_and_commits_nothing(workplace: Workplace) -> None:
     """C16: a thread cannot be stopped. Its outcome is decided without it, its slot is taken until it really ends."""
     workplace.daemon(WORKERS="1")
-    id = workplace.add("slow_thread", {"seconds": 2}, key="slow", max_attempts=2)
-    workplace.wait_for_state(id, "ready", timeout_seconds=1.5)
+    id = workplace.add("slow_thread", {"seconds": 4}, key="slow", max_attempts=2)
+    workplace.wait_for_state(id, "ready")
+    assert workplace.notes("end", "slow") == []
     next = workplace.add("nap", key="next")
     workplace.wait_for_state(id, "dead")
     workplace.wait_for_state(next, "succeeded")
@@ -444,7 +445,7 @@ def test_a_thousand_sleeping_jobs_are_renewed_by_one_statement_an_interval(workp
     full = workplace.ask("SELECT at FROM renewals WHERE leases = 1000 ORDER BY at")
     assert len(full) >= 5
     gaps = [(after.at - before.at).total_seconds() for before, after in itertools.pairwise(full)]
-    assert all(0.8 * LEASE_SECONDS / 3 < gap < 1.5 * LEASE_SECONDS / 3 for gap in gaps), gaps
+    assert 0.8 * LEASE_SECONDS / 3 < statistics.median(gaps) < 1.5 * LEASE_SECONDS / 3, gaps
 
 
 def test_concurrent_workers_never_hold_the_same_live_lease(workplace: Workplace) -> None:
@@ -459,9 +460,11 @@ def test_concurrent_workers_never_hold_the_same_live_lease(workplace: Workplace)
         CREATE TRIGGER watch_claims AFTER UPDATE ON jobs FOR EACH ROW
             WHEN (NEW.fence <> OLD.fence) EXECUTE FUNCTION watch_claims();
     """)
-    ids = workplace.add_many(600, "nap", {"seconds": 0.02})
+    ids = workplace.add_many(600, "gated", {"gate": "gate"})
     for shape in ({}, {}, TEXTBOOK):
         workplace.daemon(**shape, WORKERS="8", ready=False)
+    workplace.wait_for_notes("start", count=3 * 8, timeout_seconds=30)  # the fight begins with all of them
+    workplace.open_gate()
     workplace.wait_until_all("succeeded", 40)
     assert workplace.ledger() == dict.fromkeys(ids, 1)
     assert workplace.ask("SELECT * FROM claims WHERE was <> 'ready' OR until IS NOT NULL") == []

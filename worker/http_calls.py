@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import random
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -19,8 +20,11 @@ from worker.errors import ConfigError
 from worker.masking import remember
 from worker.store.trouble import ConnectFailed
 
+_BEARER = re.compile(r"[A-Za-z0-9._~+/=-]+")
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 5.0
+_WHOLE = 2
+"""To connect, to send and each wait for a piece of the answer have the limit; all of it together has so many times that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,15 @@ class Answer:
 
 
 class HttpCalls:
-    """Keep-alive connections to one server. Raises ConfigError for an address that cannot be right."""
+    """Keep-alive connections to one server. Raises ConfigError for an address or a token that cannot be right."""
 
     def __init__(self, url: str, *, bearer: str | None, timeout_seconds: float, connections: int) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("the address of the server must be http://HOST:PORT or https://HOST:PORT")
-        remember(bearer)
-        self.where = f"{parts.scheme}://{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path}"
+        self.where = _where(url)
         """Without what may be a secret in it."""
+        remember(bearer)
+        # What cannot be sent would be shown by whoever refuses to send it.
+        if bearer is not None and not _BEARER.fullmatch(bearer):
+            raise ConfigError("bearer: letters, digits and characters of . _ ~ + / = - are needed, no space and no end of a line")
         self.timeout_seconds = timeout_seconds
         # A pool of httpx looks at all its connections for every request. So each client here has one, and the one used last is used
         # next.
@@ -69,16 +73,16 @@ class HttpCalls:
     async def call(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, seconds: float | None = None
     ) -> Answer:
-        """The answer, if it says anything: 2xx, 404, 409, 413, 422.
+        """The answer, if it says anything: 2xx, or one of ours with 404, 409, 413, 422.
 
-        Raises ConnectionError (nothing is known: ask again) when there is none, or the server says that it cannot now; of these
-        ConnectFailed when the request has not even been sent; ConfigError for what asking again cannot mend (a token that is not
-        accepted, something else than our server).
+        Raises ConnectionError (nothing is known: ask again) when there is none, or the server says that it cannot now, or somebody
+        on the way answers in its place; of these ConnectFailed when the request has not even been sent; ConfigError for what asking
+        again cannot mend (a token that is not accepted, something else than our server).
         """
         content = None if body is None else encode_json(body, "the request").encode()
         limit_seconds = self.timeout_seconds if seconds is None else max(min(seconds, self.timeout_seconds), 0.01)
         try:
-            async with self._connection(limit_seconds) as client:
+            async with self._connection(limit_seconds) as client, asyncio.timeout(limit_seconds * _WHOLE):
                 response = await client.request(
                     method,
                     path,
@@ -88,18 +92,23 @@ class HttpCalls:
                 )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ConnectFailed(f"{self.where}: {str(error) or type(error).__name__}", sqlstate=None, refused=False) from None
-        except httpx.TimeoutException:
+        except (TimeoutError, httpx.TimeoutException):
             raise ConnectionError(f"{self.where}: no answer in time") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(f"{self.where}: {str(error) or type(error).__name__}") from None
         status = response.status_code
+        if status == 413:  # of a proxy, too: the same request will not be smaller the next time
+            return Answer(status, {"error": "too_large", "message": "too large for the server, or for a proxy before it"})
         if status in (401, 403):
             raise ConfigError(f"{self.where}: {_read(response).message or status}")
         if status >= 500 or status in (408, 429):
             raise ConnectionError(f"{self.where}: {status} {_read(response).error}")
-        if not (200 <= status < 300 or status in (404, 409, 413, 422)):
+        if not (200 <= status < 300 or status in (404, 409, 422)):
             raise ConfigError(f"{self.where}: answers {status}; is it `worker serve`?")
-        return _read(response)
+        answer = _read(response)
+        if status >= 400 and not answer.error:
+            raise ConnectionError(f"{self.where}: {status} that is not of `worker serve`")
+        return answer
 
     @contextlib.asynccontextmanager
     async def _connection(self, limit_seconds: float) -> AsyncIterator[httpx.AsyncClient]:
@@ -121,6 +130,19 @@ class HttpCalls:
     async def close(self) -> None:
         for client in self._clients:
             await client.aclose()
+
+
+def _where(url: str) -> str:
+    """Scheme, host, port and path of an address that httpx will take too. Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        httpx.URL(url)
+    except (ValueError, KeyError, httpx.InvalidURL):
+        parts, port = urlsplit(""), 0
+    if not parts.hostname:
+        raise ConfigError("the address of the server must be http://HOST:PORT or https://HOST:PORT")
+    return f"{parts.scheme}://{parts.hostname}:{port}{parts.path}"
 
 
 def _read(response: httpx.Response) -> Answer:

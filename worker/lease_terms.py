@@ -15,6 +15,8 @@ MAX_RESOURCE_BYTES = 512
 MAX_HOLDER_BYTES = 128
 MAX_REQUEST_ID_BYTES = 128
 MAX_METADATA_BYTES = 8_192
+HOST_CHARACTERS = 64
+"""Of a host's name in the name of a holder. The kernel lets it be any bytes, so it has to be cleaned."""
 
 
 def check_name(what: str, text: object, max_bytes: int) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from worker import keeper
 from worker.errors import ConfigError, SchemaError
 from worker.holding import HeldName
-from worker.store import leases
+from worker.store import lease_renewals, leases
 from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, Lane, is_unavailable, safe_text, sqlstate
 from worker.store.leases import Ended, Grant, Held
 
@@ -120,12 +120,12 @@ class DatabaseTransport:
         connection = await self._lane.get()
         wanted = [(one.id, one.fence, one.holder) for one in held]
         async with asyncio.timeout(limit_seconds):
-            renewed = await leases.renew_many(connection, self._database, wanted)
+            renewed = await lease_renewals.renew_many(connection, self._database, wanted)
         missing = [(id, fence, holder) for id, fence, holder in wanted if (id, fence) not in renewed]
         if not missing:
             return Renewed(renewed, frozenset())
         async with asyncio.timeout(limit_seconds):
-            live = await leases.look_many(connection, self._database, missing)
+            live = await lease_renewals.look_many(connection, self._database, missing)
         return Renewed(renewed, frozenset((id, fence) for id, fence, _ in missing) - live)
 
     async def release(self, *, resource: str, holder: str, fence: int) -> bool:

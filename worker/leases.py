@@ -23,12 +23,13 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from worker.clock import local_seconds
-from worker.domain import CancelReason
+from worker.domain import CancelReason, clean_text
 from worker.errors import LeaseLost
 from worker.holding import HeldName
 from worker.lease_desk import Asking, LeaseDesk
 from worker.lease_terms import (
     DEFAULT_TTL_SECONDS,
+    HOST_CHARACTERS,
     MAX_HOLDER_BYTES,
     MAX_RESOURCE_BYTES,
     check_name,
@@ -104,7 +105,7 @@ class Leases:
             transport = _http_transport(url, bearer)
         assert transport is not None
         self._make_transport = transport
-        drawn = f"{socket.gethostname()[:64]}-{secrets.token_hex(4)}"
+        drawn = f"{clean_text(socket.gethostname(), HOST_CHARACTERS)}-{secrets.token_hex(4)}"
         self.holder = drawn if holder is None else check_name("holder", holder, MAX_HOLDER_BYTES)
         self.where = ""
         """Which service it is, once entered."""

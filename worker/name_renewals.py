@@ -38,6 +38,7 @@ class NameRenewals:
         self._transport = transport
         self._held: dict[tuple[int, int], HeldName] = {}
         self._retry: set[tuple[int, int]] = set()
+        self.has_answer = True
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -66,6 +67,7 @@ class NameRenewals:
     def give_up(self) -> None:
         self._transport.drop()
         self._retry.update(self._held)
+        self.has_answer = False
 
     async def beat(self, *, poked: bool) -> float:
         """One statement for all that are due, if any is. `poked` changes nothing: what is new is not due."""
@@ -83,6 +85,7 @@ class NameRenewals:
     async def _renew(self, due: list[HeldName], sent_at: float) -> None:
         limit_seconds = min(_STATEMENT_SECONDS, min(_renew_seconds(one) for one in due) / 2)
         renewed = await self._transport.renew_many(due, limit_seconds=limit_seconds)
+        self.has_answer = True
         for one in due:
             self._retry.discard(one.key)
             if local_seconds() >= one.trusted_until:  # this thread was frozen: the holder may have been stopped already
@@ -97,7 +100,7 @@ class NameRenewals:
 
     def _due_at(self, one: HeldName, *, share: float = 1.0) -> float:
         """The local moment when this share of its interval is over."""
-        return 0.0 if one.key in self._retry else one.asked_at + _renew_seconds(one) * share
+        return 0.0 if one.key in self._retry else one.begun_at + _renew_seconds(one) * share
 
     async def watch_trust(self) -> None:
         """Tell each holder when its lease is no longer trusted, until cancelled. It is renewed nevertheless, for as long as the

@@ -17,86 +17,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import secrets
-import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from types import TracebackType
-from typing import Literal, Self
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
 
 from worker.clock import local_seconds
-from worker.domain import Lease, clean_text, describe
+from worker.domain import describe
 from worker.domain_json import encode_json
 from worker.errors import ConfigError, LeaseLost
-from worker.http_calls import Answer, HttpCalls, delay_seconds
+from worker.http_calls import delay_seconds
+from worker.task_calls import LEASE_SECONDS, TaskCalls, renew_in_seconds
+from worker.task_calls import RemoteTask as RemoteTask
 
-LEASE_SECONDS = 30.0
 IDLE_SECONDS = 1.0
-_MARGIN_SHARE = 0.1
-_CLAIM_TRIES = 5
-_ERROR_CHARACTERS = 8_192
 _TELL_LEASES = 10
 _TELL_AT_LEAST_SECONDS = 60.0
 _log = logging.getLogger("worker.tasks")
 
 Ended = Literal["completed", "failed", "released", "lost"]
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class RemoteTask:
-    """A task while it is held."""
-
-    id: int
-    key: str
-    kind: str
-    queue: str
-    payload: object
-    fence: int
-    """The fencing token: whoever guards a resource refuses a lower one than it has seen."""
-    attempt: int
-    processor: str
-    lease_seconds: float
-    trusted_until: float
-    """Local moment; moved on by the heartbeat."""
-    lost: str | None = None
-    """Why the lease is over, once it is."""
-
-    def remaining_seconds(self) -> float:
-        """How long the lease may still be trusted without another heartbeat; 0 once it is lost."""
-        return 0.0 if self.lost is not None else max(self.trusted_until - local_seconds(), 0.0)
-
-    def ensure_lease(self, for_seconds: float = 0) -> None:
-        """Raise LeaseLost unless the lease is trusted for that long. Call it right before an external side effect."""
-        remaining = self.remaining_seconds()
-        if remaining <= 0 or remaining < for_seconds:
-            reason: Literal["lease_lost", "lease_untrusted"] = "lease_untrusted" if self.lost is None else "lease_lost"
-            raise LeaseLost(f"task {self.id}: {self.lost or f'trusted for {remaining:.1f} s only'}", reason)
-
-
 Handler = Callable[[RemoteTask], Awaitable[object]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    queue: str
-    kinds: tuple[str, ...] | None
-    lease_seconds: float
-    request_id: str = field(default_factory=lambda: secrets.token_hex(16))
-
-    def body(self, processor: str) -> dict[str, object]:
-        body: dict[str, object] = {"processor": processor, "queue": self.queue, "lease_seconds": self.lease_seconds}
-        if self.kinds is not None:
-            body["kinds"] = list(self.kinds)
-        return body | {"request_id": self.request_id}
-
-
-class TaskClient:
+class TaskClient(TaskCalls):
     """One remote worker. Use it with `async with`.
 
-    `processor` names it; two that share a name can end each other's tasks only with the other's fence. By default it is the host's
-    name, the process id and random digits. Raises ConfigError for an address, a token or a name that cannot be right.
+    `processor`, of 1 to 128 bytes, names it; two that share a name can end each other's tasks only with the other's fence. By
+    default it is the host's name, the process id and random digits. Raises ConfigError for an address, a token or a name that
+    cannot be right.
     """
 
     def __init__(
@@ -108,116 +54,7 @@ class TaskClient:
         timeout_seconds: float = 10.0,
         connections: int = 16,
     ) -> None:
-        if processor == "":
-            raise ConfigError("processor: the name is empty")
-        self.processor = processor or f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._calls = HttpCalls(url, bearer=bearer, timeout_seconds=timeout_seconds, connections=connections)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self._calls.close()
-
-    # --- one request each
-
-    async def enqueue(
-        self,
-        kind: str,
-        payload: object,
-        *,
-        key: str | None = None,
-        queue: str = "default",
-        priority: int = 0,
-        run_at: datetime | None = None,
-        delay_seconds: float | None = None,
-        max_attempts: int = 5,
-    ) -> tuple[int, bool]:
-        """The id of the task, and whether it is new. Give a key, and asking again after a ConnectionError is safe."""
-        fields: dict[str, object] = {
-            "kind": kind,
-            "payload": payload,
-            "queue": queue,
-            "priority": priority,
-            "max_attempts": max_attempts,
-        }
-        optional = {"key": key, "delay_seconds": delay_seconds, "run_at": None if run_at is None else run_at.isoformat()}
-        fields |= {name: value for name, value in optional.items() if value is not None}
-        answer = await self._calls.call("POST", "/api/tasks", fields)
-        if answer.status not in (200, 201):
-            raise ValueError(answer.message)
-        return _integer(answer.body, "id"), answer.status == 201
-
-    async def claim(
-        self, *, queue: str = "default", kinds: Sequence[str] | None = None, lease_seconds: float = LEASE_SECONDS
-    ) -> RemoteTask | None:
-        """A task, or None when none is due. A lost answer is asked for again: the same task comes.
-
-        Raises ConnectionError after a few tries, ValueError for terms that are refused.
-        """
-        wish = _Wish(queue, None if kinds is None else tuple(kinds), lease_seconds)
-        for failures in range(_CLAIM_TRIES):
-            sent_at = local_seconds()
-            try:
-                answer = await self._calls.call("POST", "/api/tasks/next", wish.body(self.processor))
-            except ConnectionError:
-                if failures == _CLAIM_TRIES - 1:
-                    raise
-                await asyncio.sleep(delay_seconds(failures))
-                continue
-            if answer.status == 204:
-                return None
-            if answer.status != 200:
-                raise ValueError(answer.message)
-            return self._task(answer.body, lease_seconds, sent_at)
-        raise AssertionError("unreachable")
-
-    async def heartbeat(self, task: RemoteTask) -> None:
-        """Renew once. Raises LeaseLost when the server says that it is over, ConnectionError when nothing is known."""
-        sent_at = local_seconds()
-        answer = await self._tell(task, "heartbeat", seconds=max(task.lease_seconds / 6, 0.2))
-        left = answer.body.get("expires_in_ms")
-        task.trusted_until = _trusted_until(sent_at, task.lease_seconds, left if isinstance(left, int) else 0)
-
-    async def complete(self, task: RemoteTask, output: object = None) -> None:
-        """The attempt succeeded. Raises LeaseLost when it no longer counts, ValueError for an output that cannot be stored."""
-        await self._tell(task, "complete", {"output": output})
-
-    async def fail(self, task: RemoteTask, error: str) -> None:
-        """The attempt failed: again later, or dead on the last one."""
-        await self._tell(task, "fail", {"error": clean_text(error[-_ERROR_CHARACTERS:], _ERROR_CHARACTERS)})
-
-    async def release(self, task: RemoteTask) -> None:
-        """Give it back, attempt refunded."""
-        await self._tell(task, "release")
-
-    async def _tell(
-        self, task: RemoteTask, verb: str, more: Mapping[str, object] | None = None, *, seconds: float | None = None
-    ) -> Answer:
-        body = {"processor": self.processor, "fence": task.fence, **(more or {})}
-        answer = await self._calls.call("PUT", f"/api/tasks/{task.id}/{verb}", body, seconds=seconds)
-        if answer.status in (404, 409):
-            task.lost = task.lost or answer.error
-            raise LeaseLost(f"task {task.id}: {answer.error}")
-        if answer.status != 202:
-            raise ValueError(answer.message)
-        return answer
-
-    def _task(self, body: Mapping[str, object], lease_seconds: float, sent_at: float) -> RemoteTask:
-        return RemoteTask(
-            id=_integer(body, "id"),
-            key=str(body["key"]),
-            kind=str(body["kind"]),
-            queue=str(body["queue"]),
-            payload=body["payload"],
-            fence=_integer(body, "fence"),
-            attempt=_integer(body, "attempt"),
-            processor=self.processor,
-            lease_seconds=lease_seconds,
-            trusted_until=_trusted_until(sent_at, lease_seconds, _integer(body, "expires_in_ms")),
-        )
-
-    # --- the life of an attempt
+        super().__init__(url, bearer=bearer, processor=processor, timeout_seconds=timeout_seconds, connections=connections)
 
     async def run(
         self,
@@ -267,7 +104,7 @@ class TaskClient:
     async def attempt(self, task: RemoteTask, handler: Handler) -> Ended:
         """Run the handler under the lease of `task`, and tell the server how it ended.
 
-        When the caller is cancelled the handler is cancelled too, and the task given back.
+        When the caller is cancelled the handler is cancelled too, and the task given back; what has ended by then is still told.
         """
         working = asyncio.create_task(_run(handler, task), name=f"task {task.id}")
         keeping = asyncio.create_task(self._keep(task, working), name=f"heartbeat {task.id}")
@@ -279,10 +116,16 @@ class TaskClient:
                 await asyncio.wait({working})
                 keeping.cancel()
                 # Limited: the cancellation goes on when it is told, or could not be.
-                with contextlib.suppress(LeaseLost, ConnectionError, TimeoutError, ValueError):
+                with contextlib.suppress(LeaseLost, ConfigError, ConnectionError, TimeoutError, ValueError):
                     await asyncio.wait_for(self.release(task), self._calls.timeout_seconds)
                 raise
-            return await self._finish(task, working)
+            telling = asyncio.create_task(self._finish(task, working), name=f"end of task {task.id}")
+            try:
+                return await asyncio.shield(telling)
+            except asyncio.CancelledError:
+                with contextlib.suppress(ConfigError, TimeoutError, ValueError):
+                    await asyncio.wait_for(telling, self._calls.timeout_seconds)
+                raise
         finally:
             keeping.cancel()
             working.cancel()
@@ -321,7 +164,7 @@ class TaskClient:
 
     async def _keep(self, task: RemoteTask, working: asyncio.Task[object]) -> None:
         """Renew at a third of the lease; stop the handler when the lease is gone, or no longer trusted."""
-        pause_seconds = task.lease_seconds / 3
+        pause_seconds = renew_in_seconds(task)
         failures = 0
         while task.lost is None:
             await asyncio.sleep(max(min(pause_seconds, task.trusted_until - local_seconds()), 0))
@@ -329,11 +172,12 @@ class TaskClient:
                 if local_seconds() >= task.trusted_until:
                     task.lost = "lease_untrusted"
                 else:
-                    await self.heartbeat(task)
-                    pause_seconds, failures = task.lease_seconds / 3, 0
+                    async with asyncio.timeout(task.remaining_seconds()):
+                        await self.heartbeat(task)
+                    pause_seconds, failures = renew_in_seconds(task), 0
             except LeaseLost:
                 pass  # task.lost says why
-            except (ConnectionError, ConfigError, ValueError) as error:
+            except (ConnectionError, TimeoutError, ConfigError, ValueError) as error:
                 # Whatever it was, nobody has said that the lease is gone, nor that it goes on: the trust decides.
                 failures += 1
                 pause_seconds = min(delay_seconds(failures), task.lease_seconds / 12)
@@ -348,15 +192,3 @@ async def _run(handler: Handler, task: RemoteTask) -> object:
         raise RuntimeError(f"the handler raised {type(error).__name__}: {describe(error)}") from error
     encode_json(output, "output")  # here, where a failure is the handler's own
     return output
-
-
-def _trusted_until(sent_at: float, lease_seconds: float, expires_in_ms: int) -> float:
-    terms = Lease(lease_seconds, lease_seconds * _MARGIN_SHARE)
-    return terms.trusted_until(sent_at, expires_in_ms / 1000)
-
-
-def _integer(body: Mapping[str, object], name: str) -> int:
-    value = body.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConnectionError(f"an answer without {name}")
-    return value

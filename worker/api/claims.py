@@ -5,8 +5,9 @@ before the request is found, in the order of priorities. Where that is slow (dea
 last is used for a while, and a survey only comes before the answer "none".
 
 A request with a `request_id` finds what it has claimed before, also while its twin is in flight elsewhere. A task whose client has
-gone is given back, attempt refunded; so is one whose answer was lost on the way from the database. While a few such claims may
-still commit, nothing more is claimed: each keeps a session of the server, and its rows.
+gone is given back, attempt refunded; so is one whose answer was lost on the way from the database, or that a synchronous standby
+is not known to have. While a few such claims may still commit, nothing more is claimed: each keeps a session of the server, and
+its rows.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from worker.api.problems import database_unavailable
 from worker.clock import local_seconds
 from worker.lost_claims import MOST_OUTSTANDING, is_over
 from worker.measures import REMOTE
-from worker.store import claiming, tasks
+from worker.store import claiming, standbys, task_claiming
 from worker.store.claiming import Cursor, Range
 from worker.store.connection import read_moments_as_microseconds, sqlstate
 from worker.store.leasing import Key
-from worker.store.tasks import Task, Wish
+from worker.store.task_claiming import Wish
+from worker.store.tasks import OWNER_PREFIX, Task
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database, Lane
     from worker.store.sessions import Backend
 
-MOST = tasks.LIMITS[0]
+MOST = task_claiming.LIMITS[0]
 CHEAP_SURVEY_SECONDS = 0.01
 SURVEY_SHARE = 0.05
 PAYLOAD_BYTES = 16 * 1024 * 1024
@@ -111,7 +113,7 @@ class Claims:
         request_id: str | None,
     ) -> Grant | None:
         """A task, or None when none is due. Raises Problem."""
-        wish = Wish(f"{tasks.OWNER_PREFIX}{processor}", lease_seconds, request_id or f"auto:{secrets.token_hex(16)}")
+        wish = Wish(f"{OWNER_PREFIX}{processor}", lease_seconds, request_id or f"auto:{secrets.token_hex(16)}")
         ordered = None if kinds is None else tuple(sorted(set(kinds)))
         return await self._coalescer.ask(Call(wish, queue, ordered, request_id is not None))
 
@@ -189,12 +191,15 @@ class Claims:
             async with asyncio.timeout(self._claim_timeout_seconds):
                 if repeatable:
                     await connection.execute("BEGIN")
-                    found = await tasks.find_claimed(connection, self._database, repeatable)
+                    found = await task_claiming.find_claimed(connection, self._database, repeatable)
                     found = {key: task for key, task in found.items() if (task.id, task.fence) not in self._returning}
+                if found:
+                    await standbys.prove(connection)
                 wishes = [call.wish for key, call in asked.items() if key not in found]
                 claimed = await self._claim_for(connection, next(iter(asked.values())), wishes) if wishes else {}
                 if repeatable:
                     await connection.execute("COMMIT")
+            standbys.believe(connection)
         except BaseException as error:
             # What the caller can repeat, the repetition finds; the rest, of an earlier statement perhaps, goes back once this can
             # no longer commit.
@@ -231,8 +236,8 @@ class Claims:
         for place, start in places:
             cursor = start
             while wishes:
-                asked = 1 if place.suspect else next(limit for limit in tasks.LIMITS if limit <= len(wishes))
-                rows = await tasks.claim(
+                asked = 1 if place.suspect else next(limit for limit in task_claiming.LIMITS if limit <= len(wishes))
+                rows = await task_claiming.claim(
                     connection,
                     self._database,
                     wishes[:asked],
@@ -260,11 +265,11 @@ class Claims:
         over = []
         for one in self._lost:
             backend, since, _ = one
-            if await is_over(connection, backend, since, limit_seconds=self._claim_timeout_seconds):
+            if await is_over(connection, self._database, backend, since, limit_seconds=self._claim_timeout_seconds):
                 over.append(one)
         request_ids = [id for _, _, ids in over for id in ids]
         if request_ids:
-            for id, fence in await tasks.recover(connection, self._database, request_ids=request_ids):
+            for id, fence in await task_claiming.recover(connection, self._database, request_ids=request_ids):
                 logs.emit(events.JOB_RELEASED, job_id=id, fence=fence, reason="claim_lost")
         self._lost = [one for one in self._lost if one not in over]
 

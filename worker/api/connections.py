@@ -101,7 +101,8 @@ class Connection(HttpToolsProtocol):
             self._set_deadline(HEAD_SECONDS)
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self._refuse_head()
 
@@ -115,20 +116,24 @@ class Connection(HttpToolsProtocol):
         self._set_deadline(REQUEST_SECONDS)
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > HEAD_BYTES:
             self._refuse_head()
-        if self.transport.is_closing() or not self.url.startswith(b"/"):  # a proxy's request, or no path at all
+        # A proxy's request, or no path at all.
+        if self.transport.is_closing() or not self.url.startswith(b"/") or self.parser.get_method() == b"CONNECT":
             raise httptools.HttpParserError("head refused")
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._clear_deadline()
         self._in_head, self._in_request = True, False
         self._head_bytes = 0
+        self._rest()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.pipeline and not self._in_request and not self.transport.is_closing():
-            self._await_request()
+        self._rest()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -143,6 +148,31 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, "bad_request", "this is not HTTP as it is understood here")
 
     # --- ours
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _stay(self, rest: bytes) -> None:
+        """A client offers to go on in another protocol, HTTP/2 as a rule, and does not mind when it is not taken up. But the parser
+        ends the request there, before its body: read it again as if nothing had been offered."""
+        version = self.parser.get_http_version().encode()
+        head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        head += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"\r\n".join([*head, b"", rest]))
+
+    def _rest(self) -> None:
+        """Nothing is left to answer: another connection may have the place. An answer that does not need the body, such as a 401,
+        may come before the end of the request."""
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._await_request()
+            if not self._in_request:
+                self._set_deadline(IDLE_SECONDS)
 
     def _await_request(self) -> None:
         self._crowd.waiting.pop(self, None)

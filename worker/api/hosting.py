@@ -67,6 +67,7 @@ class Hosting:
                 loops = group.create_task(api.run(), name="http loops")
                 watching = group.create_task(self._watch(api, worker, server, over), name="http watch")
                 await server.listen()
+                await api.outcomes.finish(_END_SECONDS)
                 loops.cancel()
                 watching.cancel()
         finally:

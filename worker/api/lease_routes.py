@@ -15,7 +15,8 @@ from worker.api.state import Api
 from worker.api.strict import NOT_FOUND, Answers
 from worker.api.task_routes import Id, Page
 from worker.store import leases
-from worker.store.leases import Lease, Renewal, Which
+from worker.store.lease_renewals import Renewal
+from worker.store.leases import Lease, Which
 
 M = TypeVar("M", bound=BaseModel)
 

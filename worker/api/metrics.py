@@ -12,8 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from worker.api.cached import Cached
 from worker.api.problems import AWAY
 from worker.measures import POOL_CLAIMS, POOL_RIGHTS, REMOTE, Histogram, Measures
+from worker.store.figures import Backlog, Statistics
 from worker.store.scraping import LeaseCounts, count_leases
-from worker.store.statistics import Backlog, Statistics, statistics
+from worker.store.statistics import statistics
 from worker.version import VERSION
 
 if TYPE_CHECKING:

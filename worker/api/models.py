@@ -84,7 +84,8 @@ class ClaimTask(_Request):
 
     processor: Holder
     queue: Name = DEFAULT_QUEUE
-    kinds: Annotated[list[Name], Field(min_length=1, max_length=MAX_KINDS)] | None = None
+    # One fault is enough to hear of: a body has room for a million of them.
+    kinds: Annotated[list[Name], Field(min_length=1, max_length=MAX_KINDS, fail_fast=True)] | None = None
     lease_seconds: Seconds | None = None
     request_id: RequestId | None = None
 

@@ -11,8 +11,9 @@ from worker.api.coalescing import Coalescer, Waiting
 from worker.api.problems import Problem, busy
 from worker.clock import local_seconds
 from worker.measures import REMOTE
-from worker.store import leases
-from worker.store.leases import Lease, Renewal
+from worker.store import lease_renewals
+from worker.store.lease_renewals import Renewal
+from worker.store.leases import Lease
 
 if TYPE_CHECKING:
     from worker.store.connection import Database, Lane
@@ -45,7 +46,7 @@ class NameBeats:
             sent_at = local_seconds()
             async with asyncio.timeout(self._statement_seconds):
                 asked = list(dict.fromkeys(member.wish for member in members))
-                renewed = await leases.renew_named(connection, self._database, asked)
+                renewed = await lease_renewals.renew_named(connection, self._database, asked)
         except BaseException:
             self._lane.drop()
             raise

@@ -1,7 +1,7 @@
 """Outcomes of remote attempts: completions, failures and releases that arrive meanwhile share one transaction.
 
 The statements are the daemon's. Then one look tells what became of each attempt: whether this transaction has ended it, an earlier
-one, or nobody.
+one, or nobody. Nothing is answered that a synchronous standby is not known to have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker.api.problems import Problem, of_database
 from worker.clock import local_seconds
 from worker.domain import Backoff, Failed, Released, Succeeded, verdict
 from worker.measures import REMOTE
-from worker.store import effects, settling, tasks
+from worker.store import effects, settling, standbys, tasks
 from worker.store.connection import DATABASE_ERRORS, is_unavailable
 from worker.store.leasing import Key
 from worker.store.settling import Completion, Settled, Settlement
@@ -95,6 +95,11 @@ class Outcomes:
                     return
             await asyncio.sleep(pause_seconds)
 
+    async def finish(self, limit_seconds: float) -> None:
+        """Nothing more is asked for: give back what is on its way back, within the limit. The rest expires."""
+        if self._returning:
+            await asyncio.wait(self._returning, timeout=limit_seconds)
+
     async def _write_all(self, members: Sequence[Member]) -> None:
         """Write these; a group that is refused is halved until the one at fault is alone. Raises when the database is away."""
         try:
@@ -129,12 +134,18 @@ class Outcomes:
             completed, settled = await self._apply(connection, endings)
             attempts = [(ending.id, ending.fence, ending.owner) for ending in endings]
             standings = await tasks.look(connection, self._database, attempts)
+            ended = {*completed, *settled}
+            problems = [
+                judge(ending.verb, standing, fence=ending.fence, owner=ending.owner)
+                for ending, standing in zip(endings, standings, strict=True)
+            ]
+            if any(problem is None and ending.key not in ended for ending, problem in zip(endings, problems, strict=True)):
+                await standbys.prove(connection)  # an earlier transaction has ended it, whose answer may have been lost
             await connection.execute("COMMIT")
+        standbys.believe(connection)
         REMOTE.commit_seconds.observe(local_seconds() - sent_at)
-        ended = {*completed, *settled}
-        for member, standing in zip(members, standings, strict=True):
+        for member, standing, problem in zip(members, standings, problems, strict=True):
             ending = member.wish
-            problem = judge(ending.verb, standing, fence=ending.fence, owner=ending.owner)
             if problem is None:
                 assert standing is not None
                 member.answer(standing.task)

@@ -7,12 +7,8 @@ answered within the grace, then the connections are closed. A second signal skip
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import secrets
-import signal
 import socket
-from collections.abc import Callable, Iterator
 
 import uvloop
 
@@ -22,28 +18,22 @@ from worker.api.hosts import NoPool
 from worker.api.listening import Server, bind
 from worker.api.state import LANES, Api, make_api
 from worker.clock import local_seconds
-from worker.errors import ConfigError, DatabaseUnavailable, PortTaken
-from worker.patience import Patience
+from worker.reaching import reach_database
 from worker.settings import Settings, unknown_settings
+from worker.stop_signals import LoopSignals, Stopped
 from worker.store import schema, waiting
-from worker.store.connection import DATABASE_ERRORS, ConnectFailed
 from worker.systemd import Notifier
 from worker.version import VERSION
 
 _BEAT_SECONDS = 1.0
 _SPARE_SECONDS = 1.0
 _END_SECONDS = 2.0
-_NOT_NOW: tuple[type[Exception], ...] = (*DATABASE_ERRORS, DatabaseUnavailable)
 
 
-class _Stopped(SystemExit):
-    """A stop signal while there is nothing to stop."""
-
-
-def run(settings: Settings, *, host: str, port: int) -> int:
-    """The server until it has stopped. Returns the exit status: 0, 1, 69, 78."""
+def run(settings: Settings, *, host: str, port: int, migrate: bool = False) -> int:
+    """The server until it has stopped; `migrate` applies the schema first. Returns the exit status: 0, 1, 69, 78."""
     started_at = local_seconds()
-    signals = _Signals()
+    signals = LoopSignals()
     name = f"{settings.name}-{secrets.token_hex(4)}"
     logs.configure(level=settings.log_level, format=settings.log_format, worker=name, version=VERSION)
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -52,24 +42,13 @@ def run(settings: Settings, *, host: str, port: int) -> int:
             logs.emit(events.SETTING_UNKNOWN, setting=setting, nearest=nearest)
         tokens = read_tokens(settings)
         sockets = bind(host, port, tokens)
-        process = _Process(make_api(settings, tokens, NoPool()), sockets)
+        process = _Process(make_api(settings, tokens, NoPool()), sockets, migrate=migrate)
         runner.run(process.live(signals))
         status = 0
-    except _Stopped:
+    except Stopped:
         status = 0
-    except ConfigError as error:
-        for line in error.lines:
-            logs.emit(events.CONFIG_INVALID, error=line)
-        status = 78
-    except DatabaseUnavailable as error:
-        logs.emit(events.DATABASE_LOST, error=error, error_type="DatabaseUnavailable")
-        status = 69
-    except PortTaken as error:
-        logs.emit(events.HTTP_PORT_TAKEN, error=error)
-        status = 69
     except Exception as error:
-        logs.emit(events.INTERNAL_ERROR, where="serve", exception=error)
-        status = 1
+        status = ending.status_of(error, where="serve")
     signals.ignore()
     ending.close_in_time(runner, status, limit_seconds=_END_SECONDS)
     logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
@@ -80,15 +59,16 @@ def run(settings: Settings, *, host: str, port: int) -> int:
 class _Process:
     """One `worker serve` in its event loop."""
 
-    def __init__(self, api: Api, sockets: list[socket.socket]) -> None:
+    def __init__(self, api: Api, sockets: list[socket.socket], *, migrate: bool) -> None:
         self._api = api
+        self._migrates = migrate
         self._settings = api.settings
         self._server = Server(api, sockets, stop_seconds=api.settings.shutdown_grace_seconds)
         self._notifier = Notifier()
         self._stop = asyncio.Event()
         self._trouble: Exception | None = None
 
-    async def live(self, signals: _Signals) -> None:
+    async def live(self, signals: LoopSignals) -> None:
         asyncio.get_running_loop().set_exception_handler(logs.loop_exception_handler)
         with signals.heard_by(self._ask_to_stop, self._insist):
             listening = asyncio.create_task(self._server.listen(), name="http server")
@@ -97,12 +77,13 @@ class _Process:
                 asyncio.create_task(self._guard(self._reach_database()), name="reach the database"),
                 asyncio.create_task(self._beat(), name="beat"),
             ]
-            self._notifier.ready()
+            self._notifier.ready("waiting for the database")
             stopping = asyncio.create_task(self._stop.wait(), name="stop")
             try:
                 await asyncio.wait({listening, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 self._server.should_exit = True
                 await listening
+                await self._api.outcomes.finish(_SPARE_SECONDS)
             finally:
                 for helper in (stopping, *helpers):
                     helper.cancel()
@@ -133,32 +114,20 @@ class _Process:
             self._stop.set()
 
     async def _reach_database(self) -> None:
-        """Wait until the database answers and fits: for CONNECT_WAIT_SECONDS, or for ever, unready."""
+        """Until the database answers and fits; unready meanwhile."""
         limit_seconds = self._settings.connect_wait_seconds
-        until = math.inf if limit_seconds is None else local_seconds() + limit_seconds
-        patience = Patience(events.DATABASE_LOST)
-        while True:
-            try:
-                await self._verify_database()
-            except _NOT_NOW as error:
-                if isinstance(error, ConnectFailed) and error.refused:
-                    raise ConfigError(str(error)) from None
-                self._notifier.waiting("waiting for the database")
-                delay_seconds = patience.delay_seconds(error)
-                if local_seconds() + delay_seconds >= until:
-                    raise DatabaseUnavailable(f"no database within {limit_seconds:g} s: {error}") from None
-                await asyncio.sleep(delay_seconds)
-            else:
-                self._api.is_verified = True
-                self._notifier.waiting("serving")
-                logs.emit(events.HTTP_READY)
-                return
+        await reach_database(self._verify_database, wait_seconds=limit_seconds, on_waiting=self._notifier.waiting)
+        self._api.is_verified = True
+        self._notifier.waiting("serving")
+        logs.emit(events.HTTP_READY)
 
     async def _verify_database(self) -> None:
         database = self._api.database
         connection = await database.connect("start")
         try:
             async with asyncio.timeout(self._settings.query_timeout_seconds * 2):
+                if self._migrates:
+                    await schema.migrate(connection, self._settings.schema_name)
                 await schema.verify(connection, self._settings.schema_name)
                 await waiting.verify_session(connection, database)
                 await waiting.verify_room(connection, database, pool_size=self._settings.pool_size, lanes=LANES)
@@ -169,43 +138,3 @@ class _Process:
         while True:
             self._notifier.alive()
             await asyncio.sleep(_BEAT_SECONDS)
-
-
-class _Signals:
-    """The first stop signal asks, the second insists."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        # Under nohup the end of the terminal is to be survived.
-        self._numbers = [
-            number
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        for number in self._numbers:
-            signal.signal(number, self._stop_early)  # as process 1 it would not hear one that has no handler
-
-    def _stop_early(self, *_: object) -> None:
-        raise _Stopped(0)
-
-    @contextlib.contextmanager
-    def heard_by(self, ask: Callable[[], None], insist: Callable[[], None]) -> Iterator[None]:
-        """Call these in the running loop."""
-        loop = asyncio.get_running_loop()
-
-        def received(*_: object) -> None:
-            self._count += 1
-            if self._count <= 2:
-                loop.call_soon_threadsafe(ask if self._count == 1 else insist)
-
-        for number in self._numbers:
-            signal.signal(number, received)
-        try:
-            yield
-        finally:
-            self.ignore()
-
-    def ignore(self) -> None:
-        """To the end: one more signal must not change the exit status."""
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_IGN)

@@ -18,10 +18,12 @@ from worker.api.outcomes import FINISH_SETTINGS, Outcomes
 from worker.api.problems import database_unavailable
 from worker.domain import Backoff
 from worker.settings import Settings
-from worker.store import claiming, tasks
+from worker.store import claiming, task_claiming, tasks
 from worker.store.connection import Connection, Database, Lane, Pool, SessionLimits
+from worker.store.standbys import believe
+from worker.store.waiting import HTTP_LANES
 
-LANES = 4
+LANES = HTTP_LANES
 """Connections beside the pool: for claims, outcomes, heartbeats and renewals of names."""
 _CLOSE_SECONDS = 0.2
 
@@ -45,14 +47,19 @@ class Api:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
-        """A pooled connection for one short request, which is limited as a whole."""
+        """A pooled connection for one short request, which is limited as a whole.
+
+        Leaving it raises ConnectionError when a synchronous standby is not known to have what was written.
+        """
         self.require_database()
         limit_seconds = self.settings.query_timeout_seconds
         async with (
             self.pool.acquire(timeout_seconds=limit_seconds + self.settings.connect_timeout_seconds) as connection,
             asyncio.timeout(2 * limit_seconds),
         ):
+            connection.take_cut_short_wait()  # a request before this one, which has had no answer
             yield connection
+            believe(connection)
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Connection]:
@@ -93,7 +100,7 @@ def make_api(settings: Settings, tokens: Tokens, host: Host) -> Api:
     )
     claim_lane = Lane(
         database,
-        tasks.CLAIM_ROLE,
+        task_claiming.ROLE,
         statement_timeout_seconds=of.claim_timeout_seconds * 0.8,
         settings=claiming.CLAIM_SETTINGS,
     )

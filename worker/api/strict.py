@@ -20,6 +20,7 @@ from worker.domain_json import decode_json
 M = TypeVar("M", bound=BaseModel)
 Answers = dict[int | str, dict[str, Any]]
 
+MOST_FIELDS = 50
 UNAUTHORIZED: Answers = {401: {"model": models.Error, "description": "no token, or not an accepted one"}}
 COMMON: Answers = UNAUTHORIZED | {
     403: {"model": models.Error, "description": "without tokens: not from this machine's own programs"},
@@ -93,8 +94,11 @@ def read_body(model: type[M], content_type: str | None, body: bytes) -> M:
     """The checked body. Raises Problem that names what is wrong with it, never what it holds."""
     if (content_type or "").partition(";")[0].strip().lower() != JSON:
         raise invalid(f"the body must be JSON, said so by Content-Type: {JSON}")
+    given = _decoded(body)
+    if isinstance(given, dict) and len(given) > MOST_FIELDS:  # each would be a fault of its own, and there is room for many
+        raise invalid(f"the body: {len(given):,} fields, of which no route knows more than {MOST_FIELDS}")
     try:
-        return model.model_validate(_decoded(body))
+        return model.model_validate(given)
     except ValidationError as error:
         raise refused_input(error.errors(include_url=False, include_context=False, include_input=False)) from None
 

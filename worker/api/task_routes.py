@@ -19,9 +19,10 @@ from worker.api.strict import CONFLICT, NOT_FOUND, Answers
 from worker.domain import Failed, Released, Succeeded
 from worker.domain_json import encode_json
 from worker.new_job import NewJob, new_job
-from worker.store import tasks
+from worker.store import standbys, tasks
+from worker.store.bulk import enqueue_checked
 from worker.store.connection import DATABASE_ERRORS, sqlstate
-from worker.store.enqueueing import PAYLOAD_BYTES, enqueue_checked, refuse_oversized
+from worker.store.enqueueing import PAYLOAD_BYTES, refuse_oversized
 from worker.store.tasks import OWNER_PREFIX, Task, Which
 
 Id = Annotated[int, Path(ge=1, le=MAX_BIGINT)]
@@ -163,6 +164,8 @@ async def _enqueue(api: Api, job: NewJob) -> tuple[Task, bool]:
         try:
             await refuse_oversized(connection, job)
             [enqueued] = await enqueue_checked(connection, [job], schema=api.database.schema)
+            if not enqueued.created:
+                await standbys.prove(connection)
         except ValueError as error:
             raise invalid(str(error)) from None
         except DATABASE_ERRORS as error:

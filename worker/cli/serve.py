@@ -27,7 +27,7 @@ def serve(
 
     try:
         with reach(embedded, data_dir) as settings:
-            status = server.run(settings, host=host, port=port)
+            status = server.run(settings, host=host, port=port, migrate=embedded)
     except ConfigError as error:
         console = os.environ.get("WORKER_LOG_FORMAT", "").strip().lower() == "console"
         logs.configure(format="console" if console else "json")

@@ -10,6 +10,7 @@ import asyncpg
 from worker.generation import NOTHING, Wish, rate_of
 from worker.store.enqueueing import refuse_oversized
 from worker.store.reports import moment
+from worker.store.standbys import believe
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
@@ -131,6 +132,7 @@ async def _change(connection: Connection, database: Database, state: State | Non
         if error.constraint_name != "generators_bounds":
             raise
         raise ValueError("min, max: beside the bound that stays as it is, the shortest pause would be the longer one") from None
+    believe(connection)
 
 
 class Production(NamedTuple):

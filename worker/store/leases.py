@@ -1,12 +1,14 @@
-"""Named leases: acquire, renew, release, look, list. What a statement does to a lease stands in schema.sql.
+"""Named leases: acquire, renew, release, look, list. What a statement does to a lease stands in schema.sql; renewals of many at
+once are in `lease_renewals`.
 
 The database's clock judges; times in answers are relative. Every write matches holder and fence. Terms that the schema
-refuses raise ValueError here, before anything is sent, but for the size of metadata, which only the database can measure.
+refuses raise ValueError here, before anything is sent, but for the size of metadata, which only the database can measure. What a
+synchronous standby is not known to have is a ConnectionError, as a lost answer is: asked again, the answer waits for the standby.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,6 +25,7 @@ from worker.lease_terms import (
     check_ttl,
     metadata_text,
 )
+from worker.store.standbys import believe
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
@@ -72,7 +75,7 @@ class Ended:
     fence: int
 
 
-_COLUMNS = """l.id, l.resource, l.holder, l.fence, l.ttl_seconds, l.metadata, l.created_at, l.renewed_at, l.released_at,
+COLUMNS = """l.id, l.resource, l.holder, l.fence, l.ttl_seconds, l.metadata, l.created_at, l.renewed_at, l.released_at,
     {schema}.lease_expires_in_ms(l.expires_at, l.released_at) AS expires_in_ms,
     CASE WHEN l.released_at IS NOT NULL THEN 'released' WHEN l.expires_at > clock_timestamp() THEN 'active' ELSE 'expired' END
         AS state"""
@@ -115,6 +118,7 @@ async def take(
         if error.sqlstate == _INVALID:
             raise ValueError(str(error)) from None
         raise
+    believe(connection)
     match row["outcome"]:
         case "acquired":
             return Grant(row["id"], row["fence"], row["expires_in_ms"])
@@ -170,51 +174,6 @@ async def renew(
     return await _get_named(connection, database, resource=resource, fence=fence)
 
 
-class Renewal(NamedTuple):
-    """What a holder asks for that knows its lease by name."""
-
-    resource: str
-    holder: str
-    fence: int
-
-
-# Index leases_resource_key. `renew_lease` for many, each for as long as it was acquired for; a row that somebody keeps locked is
-# passed over: it must not hold up the other renewals.
-RENEW_NAMED = f"""
-WITH mine AS MATERIALIZED (
-    SELECT l.id, l.fence, l.holder, asked.place
-    FROM unnest($1::text[], $2::text[], $3::bigint[]) WITH ORDINALITY AS asked(resource, holder, fence, place)
-    JOIN {{schema}}.leases AS l ON l.resource = asked.resource
-    WHERE l.fence = asked.fence AND l.holder = asked.holder AND l.released_at IS NULL AND l.expires_at > clock_timestamp()
-    FOR NO KEY UPDATE OF l SKIP LOCKED
-)
-UPDATE {{schema}}.leases AS l
-SET renewed_at = clock_timestamp(), expires_at = clock_timestamp() + l.ttl_seconds * interval '1 second'
-FROM mine
-WHERE l.id = mine.id AND l.fence = mine.fence AND l.holder = mine.holder
-RETURNING mine.place, {_COLUMNS}
-"""
-# Index leases_resource_key. A plain read: it sees the last committed row and waits for nobody.
-LOOK_NAMED = """
-SELECT asked.place
-FROM unnest($1::text[], $2::text[], $3::bigint[]) WITH ORDINALITY AS asked(resource, holder, fence, place)
-JOIN {schema}.leases AS l ON l.resource = asked.resource
-WHERE l.fence = asked.fence AND l.holder = asked.holder AND l.released_at IS NULL AND l.expires_at > clock_timestamp()
-"""
-
-
-async def renew_named(connection: Connection, database: Database, asked: Sequence[Renewal]) -> dict[Renewal, Lease | None]:
-    """Renew every live lease of `asked`, which are all different, in one statement. None: somebody keeps its row locked. Missing
-    from the answer: this holder has no such live lease."""
-    resources, holders, fences = map(list, zip(*asked, strict=True))
-    rows = await connection.fetch(database.sql(RENEW_NAMED), resources, holders, fences)
-    answer: dict[Renewal, Lease | None] = {asked[row["place"] - 1]: _lease(row) for row in rows}
-    if len(answer) < len(asked):
-        for row in await connection.fetch(database.sql(LOOK_NAMED), resources, holders, fences):
-            answer.setdefault(asked[row["place"] - 1], None)
-    return answer
-
-
 RELEASE = "SELECT {schema}.release_lease($1, $2, $3)"
 
 
@@ -246,54 +205,8 @@ async def release_by_id(connection: Connection, database: Database, *, id: int, 
     return None if lease is None or lease.fence != fence else lease
 
 
-# Index leases_pkey. Each by its id, holder and fence, for as long as it was acquired for. A row that somebody keeps locked
-# is passed over: it must not hold up the other renewals.
-RENEW_MANY = """
-WITH mine AS MATERIALIZED (
-    SELECT l.id, l.fence, l.holder
-    FROM unnest($1::bigint[], $2::bigint[], $3::text[]) AS held(id, fence, holder)
-    JOIN {schema}.leases AS l ON l.id = held.id
-    WHERE l.fence = held.fence AND l.holder = held.holder AND l.released_at IS NULL AND l.expires_at > clock_timestamp()
-    FOR NO KEY UPDATE OF l SKIP LOCKED
-)
-UPDATE {schema}.leases AS l
-SET renewed_at = clock_timestamp(), expires_at = clock_timestamp() + l.ttl_seconds * interval '1 second'
-FROM mine
-WHERE l.id = mine.id AND l.fence = mine.fence AND l.holder = mine.holder
-RETURNING l.id, l.fence, {schema}.lease_expires_in_ms(l.expires_at, l.released_at)
-"""
-
-
-async def renew_many(
-    connection: Connection, database: Database, held: Sequence[tuple[int, int, str]]
-) -> dict[tuple[int, int], int]:
-    """Renew every live lease of `held` (id, fence, holder) in one statement: its `expires_in_ms` by (id, fence).
-
-    Those missing from the answer are lost, or their row is locked (see `look_many`).
-    """
-    ids, fences, holders = zip(*held, strict=True)
-    rows = await connection.fetch(database.sql(RENEW_MANY), list(ids), list(fences), list(holders))
-    return {(row[0], row[1]): row[2] for row in rows}
-
-
-# Index leases_pkey. A plain read: it sees the last committed row and waits for nobody.
-LOOK_MANY = """
-SELECT l.id, l.fence
-FROM unnest($1::bigint[], $2::bigint[], $3::text[]) AS held(id, fence, holder)
-JOIN {schema}.leases AS l ON l.id = held.id
-WHERE l.fence = held.fence AND l.holder = held.holder AND l.released_at IS NULL AND l.expires_at > clock_timestamp()
-"""
-
-
-async def look_many(connection: Connection, database: Database, held: Sequence[tuple[int, int, str]]) -> set[tuple[int, int]]:
-    """Which of `held` (id, fence, holder) are still live, by (id, fence)."""
-    ids, fences, holders = zip(*held, strict=True)
-    rows = await connection.fetch(database.sql(LOOK_MANY), list(ids), list(fences), list(holders))
-    return {(row[0], row[1]) for row in rows}
-
-
 GET = f"""
-SELECT {_COLUMNS}
+SELECT {COLUMNS}
 FROM {{schema}}.leases AS l
 WHERE l.id = $1
 """
@@ -302,12 +215,12 @@ WHERE l.id = $1
 async def get(connection: Connection, database: Database, *, id: int) -> Lease | None:
     """The lease of this row, whatever its state; None when there is no such row."""
     row = await connection.fetchrow(database.sql(GET), id)
-    return None if row is None else _lease(row)
+    return None if row is None else read_lease(row)
 
 
 # Index leases_resource_key.
 GET_NAMED = f"""
-SELECT {_COLUMNS}
+SELECT {COLUMNS}
 FROM {{schema}}.leases AS l
 WHERE l.resource = $1 AND l.fence = $2
 """
@@ -315,12 +228,12 @@ WHERE l.resource = $1 AND l.fence = $2
 
 async def _get_named(connection: Connection, database: Database, *, resource: str, fence: int) -> Lease | None:
     row = await connection.fetchrow(database.sql(GET_NAMED), resource, fence)
-    return None if row is None else _lease(row)
+    return None if row is None else read_lease(row)
 
 
 # Index leases_pkey, in its order. `renewed`: renewed at least once since it was acquired, whatever became of it.
 LIST = f"""
-SELECT {_COLUMNS}
+SELECT {COLUMNS}
 FROM {{schema}}.leases AS l
 WHERE l.id > $1 AND CASE $2
     WHEN 'active' THEN l.released_at IS NULL AND l.expires_at > clock_timestamp()
@@ -343,19 +256,22 @@ async def list_leases(
 ) -> list[Lease]:
     """At most `limit` leases in the order of their ids, from behind `after_id`."""
     rows = await connection.fetch(database.sql(LIST), after_id or 0, which, limit)
-    return [_lease(row) for row in rows]
+    return [read_lease(row) for row in rows]
 
 
 async def _is_held(connection: Connection, statement: str, *arguments: object) -> bool:
     try:
-        return await connection.fetchval(statement, *arguments) is not None
+        found = await connection.fetchval(statement, *arguments) is not None
     except asyncpg.PostgresError as error:
         if error.sqlstate == NOT_HELD:
             return False
         raise
+    believe(connection)
+    return found
 
 
-def _lease(row: Any) -> Lease:
+def read_lease(row: Any) -> Lease:
+    """The lease of a row of COLUMNS."""
     try:
         metadata = decode_json(row["metadata"])
     except ValueError:  # written by hand, in SQL: a number that only PostgreSQL can read. It must make no list unreadable

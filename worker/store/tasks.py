@@ -1,9 +1,9 @@
-"""Tasks: jobs as the HTTP interface shows them, and their claim by workers of other processes.
+"""Tasks: jobs as the HTTP interface shows them, and how an attempt of a remote worker stands.
 
-The claim is that of `claiming`, for several owners in one statement; what ends an attempt are the statements of `settling` and
-`leasing`. What only a remote claim needs stands in the row's `meta`, under "http": the id of the request, which makes a repeated
-claim find its task, the length of the lease, for which a heartbeat renews it, and who it was, which is remembered when the lease
-is over. It is true of the claim that began at `started_at`, and of no later one.
+What ends an attempt are the statements of `settling` and `leasing`, its claim is in `task_claiming`. What only a remote claim needs
+stands in the row's `meta`, under "http": the id of the request, which makes a repeated claim find its task, the length of the
+lease, for which a heartbeat renews it, and who it was, which is remembered when the lease is over. It is true of the claim that
+began at `started_at`, and of no later one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from worker.store.claiming import Cursor
-from worker.store.leasing import Key
+from worker.lease_terms import MAX_TTL_SECONDS, MIN_TTL_SECONDS
 from worker.store.reports import moment
 
 if TYPE_CHECKING:
@@ -20,12 +19,9 @@ if TYPE_CHECKING:
 
 OWNER_PREFIX = "http:"
 """No daemon's name begins so: its owner is a remote worker."""
-CLAIM_ROLE = "http claim"
 FINISH_ROLE = "http commit"
 HEARTBEAT_ROLE = "http leases"
 
-LIMITS = (64, 32, 16, 12, 8, 6, 4, 3, 2, 1)
-"""A limit is a literal (see `claiming`), so the claim has a text for each of these."""
 PAGE_BYTES = 16 * 1024 * 1024
 """A page of a list ends before its payloads and outputs are more than this; one task always fits."""
 
@@ -54,17 +50,18 @@ class Task(NamedTuple):
     output: str | None
 
 
-_REMOTE = f"j.lease_owner ^@ '{OWNER_PREFIX}'"
-# Whoever writes into `meta` by hand makes no list fail.
-_LEASE_SECONDS = """CASE WHEN jsonb_typeof(j.meta #> '{http,lease_seconds}') = 'number'
-        THEN (j.meta #>> '{http,lease_seconds}')::float8 END"""
+REMOTE = f"j.lease_owner ^@ '{OWNER_PREFIX}'"
+# Whoever writes into `meta` by hand makes no list fail: what no claim can have asked for counts as nothing.
+_LEASE_SECONDS = f"""jsonb_path_query_first(
+        j.meta, 'strict $.http.lease_seconds ? (@ >= {MIN_TTL_SECONDS:.0f} && @ <= {MAX_TTL_SECONDS:.0f})', silent => true
+    )::float8"""
 _CLAIMED_BY = """CASE WHEN j.meta #> '{http,started}' = to_jsonb(extract(epoch FROM j.started_at))
         THEN j.meta #>> '{http,processor}' END"""
-_COLUMNS = f"""j.id, j.idempotency_key, j.kind, j.queue, j.payload::text, j.state,
-    CASE WHEN {_REMOTE} THEN substr(j.lease_owner, {len(OWNER_PREFIX) + 1}) WHEN j.lease_owner IS NOT NULL THEN j.lease_owner
+COLUMNS = f"""j.id, j.idempotency_key, j.kind, j.queue, j.payload::text, j.state,
+    CASE WHEN {REMOTE} THEN substr(j.lease_owner, {len(OWNER_PREFIX) + 1}) WHEN j.lease_owner IS NOT NULL THEN j.lease_owner
         WHEN j.completed_at IS NOT NULL THEN {_CLAIMED_BY} END,
     j.fence, j.attempts, {moment("j.available_at")}, {moment("j.started_at")},
-    CASE WHEN {_REMOTE} AND isfinite(j.lease_until) THEN to_char(
+    CASE WHEN {REMOTE} AND isfinite(j.lease_until) THEN to_char(
         NULLIF(j.lease_until - {_LEASE_SECONDS} * interval '1 second', j.started_at) AT TIME ZONE 'UTC',
         'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') END,
     CASE WHEN isfinite(j.lease_until)
@@ -74,7 +71,7 @@ _SIZE = "CASE WHEN pg_column_size({0}) < 256 THEN 256 ELSE octet_length({0}::tex
 
 
 # Index jobs_pkey.
-GET = f"SELECT {_COLUMNS} FROM {{schema}}.jobs AS j WHERE j.id = $1"
+GET = f"SELECT {COLUMNS} FROM {{schema}}.jobs AS j WHERE j.id = $1"
 
 
 async def get(connection: Connection, database: Database, *, id: int) -> Task | None:
@@ -102,7 +99,7 @@ WITH page AS MATERIALIZED (
     FROM page
     WINDOW newest AS (ORDER BY id DESC)
 )
-SELECT f.found, {_COLUMNS}
+SELECT f.found, {COLUMNS}
 FROM fitting AS f JOIN {{schema}}.jobs AS j ON j.id = f.id
 WHERE f.n <= $2 AND (f.n = 1 OR f.bytes_before < {PAGE_BYTES})
 ORDER BY f.n
@@ -119,155 +116,6 @@ async def list_tasks(connection: Connection, database: Database, *, which: Which
     """At most `limit` tasks with lower ids than `before_id`, newest first."""
     rows = await connection.fetch(database.sql(_LIST[which]), before_id, limit)
     return Page([Task(*list(row)[1:]) for row in rows], bool(rows) and rows[0][0] > len(rows))
-
-
-# --- claim
-
-
-class Wish(NamedTuple):
-    """One remote worker that asks for a task."""
-
-    owner: str
-    lease_seconds: float
-    request_id: str
-    """The caller's, or a generated one: it also finds the task of an answer that was lost."""
-
-
-class Claimed(NamedTuple):
-    """`place` is that of the wish it answers."""
-
-    place: int
-    task: Task
-    cursor: Cursor
-
-
-# As in `claiming`: jobs_ready (or jobs_suspect) in order from a cursor for the candidates, jobs_pkey for the update.
-# A suspect (its process was lost with it) is given to nobody who runs one already.
-CLAIM = (
-    """
-WITH wishes AS MATERIALIZED (
-    SELECT w.place, w.owner, w.lease_seconds, w.request_id
-    FROM unnest($3::text[], $4::float8[], $5::text[]) WITH ORDINALITY AS w(owner, lease_seconds, request_id, place)
-), due AS MATERIALIZED (
-    SELECT id, state, available_at,
-        CASE WHEN pg_column_size(payload) < 256 THEN 256 ELSE octet_length(payload::text) END AS bytes
-    FROM {schema}.jobs
-    WHERE state = 'ready' AND {crashes} AND queue = $1 AND priority = $2
-        AND available_at <= now() AND (available_at, id) > ($6, $7) AND attempts < max_attempts{kinds}
-    ORDER BY available_at, id
-    LIMIT {limit}
-    FOR NO KEY UPDATE SKIP LOCKED
-), fitting AS MATERIALIZED (
-    SELECT id, state, place
-    FROM (
-        SELECT id, state, row_number() OVER oldest AS place, sum(bytes) OVER oldest - bytes AS bytes_before
-        FROM due WINDOW oldest AS (ORDER BY available_at, id)) AS sized
-    WHERE bytes_before < $8
-)
-UPDATE {schema}.jobs AS j
-SET state = 'running', lease_owner = w.owner, lease_until = now() + w.lease_seconds * interval '1 second',
-    fence = nextval('{schema}.fence_seq'), attempts = j.attempts + 1, started_at = now(), completed_at = NULL,
-    meta = CASE WHEN jsonb_typeof(j.meta) = 'object' THEN j.meta ELSE '{}' END
-        || jsonb_build_object('http', jsonb_build_object(
-            'request_id', w.request_id, 'lease_seconds', w.lease_seconds,
-            'processor', substr(w.owner, 6), 'started', extract(epoch FROM now())))
-FROM fitting AS f JOIN wishes AS w ON w.place = f.place
-WHERE j.id = f.id AND j.state = f.state
-RETURNING w.place, j.available_at, """
-    + _COLUMNS
-)
-_KINDS = " AND kind = ANY ($9::text[])"
-_ORDINARY = CLAIM.replace("{crashes}", "crashes = 0")
-_CLAIM = {
-    (limit, by_kind): _ORDINARY.replace("{limit}", str(limit)).replace("{kinds}", _KINDS if by_kind else "")
-    for limit in LIMITS
-    for by_kind in (False, True)
-}
-_SUSPECT = CLAIM.replace("{crashes}", "crashes > 0").replace("{limit}", "1")
-_NO_OTHER = """ AND NOT EXISTS (
-            SELECT FROM {schema}.jobs AS r
-            WHERE r.state = 'running' AND r.lease_until > now() AND r.lease_owner = ($3::text[])[1] AND r.crashes > 0)"""
-_CLAIM_SUSPECT = {by_kind: _SUSPECT.replace("{kinds}", (_KINDS if by_kind else "") + _NO_OTHER) for by_kind in (False, True)}
-
-
-async def claim(
-    connection: Connection,
-    database: Database,
-    wishes: Sequence[Wish],
-    *,
-    queue: str,
-    priority: int,
-    suspect: bool,
-    kinds: Sequence[str] | None,
-    cursor: Cursor,
-    payload_bytes: int,
-) -> list[Claimed]:
-    """Claim a task for each of the first so many of `wishes` as there are due jobs behind `cursor`, at most the largest of LIMITS.
-
-    The connection must read moments as microseconds. A suspect: at most one, for the first wish.
-    """
-    if suspect:
-        asked, text = wishes[:1], _CLAIM_SUSPECT[kinds is not None]
-    else:
-        limit = next(limit for limit in LIMITS if limit <= len(wishes))
-        asked, text = wishes[:limit], _CLAIM[limit, kinds is not None]
-    owners, lease_seconds, request_ids = map(list, zip(*asked, strict=True))
-    more = () if kinds is None else (list(kinds),)
-    rows = await connection.fetch(
-        database.sql(text), queue, priority, owners, lease_seconds, request_ids, *cursor, payload_bytes, *more
-    )
-    claimed = []
-    for place, available_at, *columns in rows:
-        task = Task(*columns)
-        claimed.append(Claimed(place - 1, task, Cursor(available_at, task.id)))
-    claimed.sort()
-    return claimed
-
-
-# Two processes that are asked the same at the same moment must not both claim: the second waits here, and then finds.
-LOCK_REQUESTS = """
-SELECT pg_advisory_xact_lock(hashtextextended('reliable-worker request ' || asked.id, 0))
-FROM (SELECT DISTINCT id FROM unnest($1::text[]) AS id ORDER BY id) AS asked
-"""
-
-# Index jobs_running, from now on: what has expired is not read.
-FIND_CLAIMED = f"""
-SELECT j.lease_owner, j.meta #>> '{{http,request_id}}', {_COLUMNS}
-FROM {{schema}}.jobs AS j
-WHERE j.state = 'running' AND j.lease_until > now() AND j.lease_owner = ANY ($1) AND j.meta #>> '{{http,request_id}}' = ANY ($2)
-"""
-
-
-async def find_claimed(connection: Connection, database: Database, wishes: Sequence[Wish]) -> dict[tuple[str, str], Task]:
-    """Inside a transaction: what these requests have claimed before and still hold, by (owner, request_id).
-
-    Until the end of the transaction nobody else finds or claims for the same requests.
-    """
-    keys = [f"{wish.owner} {wish.request_id}" for wish in wishes]
-    await connection.execute(database.sql(LOCK_REQUESTS), keys)
-    rows = await connection.fetch(database.sql(FIND_CLAIMED), [wish.owner for wish in wishes], [wish.request_id for wish in wishes])
-    return {(row[0], row[1]): Task(*list(row)[2:]) for row in rows}
-
-
-# Index jobs_running. Runs only after an answer was lost.
-RECOVER = f"""
-WITH orphans AS MATERIALIZED (
-    SELECT j.id, j.fence, j.lease_owner
-    FROM {{schema}}.jobs AS j
-    WHERE j.state = 'running' AND j.lease_until > now() AND {_REMOTE} AND j.meta #>> '{{http,request_id}}' = ANY ($1)
-    FOR NO KEY UPDATE
-)
-UPDATE {{schema}}.jobs AS j
-SET state = 'ready', lease_owner = NULL, lease_until = NULL, attempts = GREATEST(j.attempts - 1, 0)
-FROM orphans AS o
-WHERE j.id = o.id AND j.fence = o.fence AND j.lease_owner = o.lease_owner
-RETURNING j.id, j.fence, j.queue, {{schema}}.wake_workers(j.queue)
-"""
-
-
-async def recover(connection: Connection, database: Database, *, request_ids: Sequence[str]) -> list[Key]:
-    """Give back, attempt refunded, what claims without an answer have taken, once they can no longer commit."""
-    return [(row[0], row[1]) for row in await connection.fetch(database.sql(RECOVER), list(request_ids))]
 
 
 # --- what became of an attempt
@@ -291,7 +139,7 @@ class Standing(NamedTuple):
 
 # Indexes jobs_pkey and job_failures_pkey. A plain read, which waits for nobody.
 LOOK = f"""
-SELECT a.place, j.lease_owner, {_CLAIMED_BY}, j.lease_until > clock_timestamp() IS TRUE, {_LEASE_SECONDS}, f.outcome, {_COLUMNS}
+SELECT a.place, j.lease_owner, {_CLAIMED_BY}, j.lease_until > clock_timestamp() IS TRUE, {_LEASE_SECONDS}, f.outcome, {COLUMNS}
 FROM unnest($1::bigint[], $2::bigint[], $3::text[]) WITH ORDINALITY AS a(id, fence, owner, place)
 JOIN {{schema}}.jobs AS j ON j.id = a.id
 LEFT JOIN {{schema}}.job_failures AS f ON f.job_id = a.id AND f.fence = a.fence AND f.worker = a.owner

@@ -72,6 +72,8 @@ WHERE d.datname = current_database() AND r.rolname = current_user
 
 LANES = 5
 """Connections that a process has beside its pool: for claims, commits, leases, the reaper and LISTEN."""
+HTTP_LANES = 4
+"""The same of the HTTP interface, which has a pool of its own, of the same size."""
 
 
 async def verify_room(connection: Connection, database: Database, *, pool_size: int, lanes: int = LANES, beside: int = 0) -> bool:

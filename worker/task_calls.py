@@ -1,0 +1,223 @@
+"""The requests of a remote worker, one method each: what is sent, and what the answer means. How a task is brought to its end with
+them is in `task_client`.
+
+A lease is trusted until (local moment before the request) + what the answer says is left − a tenth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import TracebackType
+from typing import Literal, Self
+
+from worker.clock import local_seconds
+from worker.domain import Lease, clean_text
+from worker.errors import ConfigError, LeaseLost
+from worker.http_calls import Answer, HttpCalls, delay_seconds
+from worker.lease_terms import HOST_CHARACTERS, MAX_HOLDER_BYTES, check_name
+
+LEASE_SECONDS = 30.0
+_MARGIN_SHARE = 0.1
+_CLAIM_TRIES = 5
+_ERROR_CHARACTERS = 8_192
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RemoteTask:
+    """A task while it is held."""
+
+    id: int
+    key: str
+    kind: str
+    queue: str
+    payload: object
+    fence: int
+    """The fencing token: whoever guards a resource refuses a lower one than it has seen."""
+    attempt: int
+    processor: str
+    lease_seconds: float
+    trusted_until: float
+    """Local moment; moved on by the heartbeat."""
+    lost: str | None = None
+    """Why the lease is over, once it is."""
+
+    def remaining_seconds(self) -> float:
+        """How long the lease may still be trusted without another heartbeat; 0 once it is lost."""
+        return 0.0 if self.lost is not None else max(self.trusted_until - local_seconds(), 0.0)
+
+    def ensure_lease(self, for_seconds: float = 0) -> None:
+        """Raise LeaseLost unless the lease is trusted for that long. Call it right before an external side effect."""
+        remaining = self.remaining_seconds()
+        if remaining <= 0 or remaining < for_seconds:
+            nobody_knows = self.lost in (None, "lease_untrusted")
+            reason: Literal["lease_lost", "lease_untrusted"] = "lease_untrusted" if nobody_knows else "lease_lost"
+            raise LeaseLost(f"task {self.id}: {self.lost or f'trusted for {remaining:.1f} s only'}", reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    queue: str
+    kinds: tuple[str, ...] | None
+    lease_seconds: float
+    request_id: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def body(self, processor: str) -> dict[str, object]:
+        body: dict[str, object] = {"processor": processor, "queue": self.queue, "lease_seconds": self.lease_seconds}
+        if self.kinds is not None:
+            body["kinds"] = list(self.kinds)
+        return body | {"request_id": self.request_id}
+
+
+class TaskCalls:
+    """A `worker serve` as one remote worker sees it."""
+
+    def __init__(self, url: str, *, bearer: str | None, processor: str | None, timeout_seconds: float, connections: int) -> None:
+        drawn = f"{clean_text(socket.gethostname(), HOST_CHARACTERS)}-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            self.processor = check_name("processor", drawn if processor is None else processor, MAX_HOLDER_BYTES)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._calls = HttpCalls(url, bearer=bearer, timeout_seconds=timeout_seconds, connections=connections)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._calls.close()
+
+    async def enqueue(
+        self,
+        kind: str,
+        payload: object,
+        *,
+        key: str | None = None,
+        queue: str = "default",
+        priority: int = 0,
+        run_at: datetime | None = None,
+        delay_seconds: float | None = None,
+        max_attempts: int = 5,
+    ) -> tuple[int, bool]:
+        """The id of the task, and whether it is new. Give a key, and asking again after a ConnectionError is safe."""
+        fields: dict[str, object] = {
+            "kind": kind,
+            "payload": payload,
+            "queue": queue,
+            "priority": priority,
+            "max_attempts": max_attempts,
+        }
+        optional = {"key": key, "delay_seconds": delay_seconds, "run_at": None if run_at is None else run_at.isoformat()}
+        fields |= {name: value for name, value in optional.items() if value is not None}
+        answer = await self._calls.call("POST", "/api/tasks", fields)
+        if answer.status not in (200, 201):
+            raise ValueError(answer.message)
+        return _integer(answer.body, "id"), answer.status == 201
+
+    async def claim(
+        self, *, queue: str = "default", kinds: Sequence[str] | None = None, lease_seconds: float = LEASE_SECONDS
+    ) -> RemoteTask | None:
+        """A task, or None when none is due. A lost answer is asked for again: the same task comes.
+
+        Raises ConnectionError after a few tries, ValueError for terms that are refused. Who is cancelled meanwhile holds nothing.
+        """
+        if isinstance(kinds, str):
+            raise TypeError("kinds: a list of names is needed, not one text")
+        wish = _Wish(queue, None if kinds is None else tuple(kinds), lease_seconds)
+        for failures in range(_CLAIM_TRIES):
+            sent_at = local_seconds()
+            try:
+                answer = await self._ask(wish)
+            except ConnectionError:
+                if failures == _CLAIM_TRIES - 1:
+                    raise
+                await asyncio.sleep(delay_seconds(failures))
+                continue
+            if answer.status == 204:
+                return None
+            if answer.status != 200:
+                raise ValueError(answer.message)
+            return self._task(answer.body, lease_seconds, sent_at)
+        raise AssertionError("unreachable")
+
+    async def _ask(self, wish: _Wish) -> Answer:
+        """The answer to a claim. When the caller is cancelled it is awaited all the same, and what it brings is given back."""
+        sent_at = local_seconds()
+        asking = asyncio.create_task(self._calls.call("POST", "/api/tasks/next", wish.body(self.processor)), name="claim")
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            with contextlib.suppress(LeaseLost, ConfigError, ConnectionError, TimeoutError, ValueError):
+                async with asyncio.timeout(self._calls.timeout_seconds):
+                    answer = await asking
+                    if answer.status == 200:
+                        await self.release(self._task(answer.body, wish.lease_seconds, sent_at))
+            raise
+
+    async def heartbeat(self, task: RemoteTask) -> None:
+        """Renew once. Raises LeaseLost when the server says that it is over, ConnectionError when nothing is known."""
+        sent_at = local_seconds()
+        answer = await self._tell(task, "heartbeat", seconds=max(task.lease_seconds / 6, 0.2))
+        left = answer.body.get("expires_in_ms")
+        task.trusted_until = _trusted_until(sent_at, task.lease_seconds, left if isinstance(left, int) else 0)
+
+    async def complete(self, task: RemoteTask, output: object = None) -> None:
+        """The attempt succeeded. Raises LeaseLost when it no longer counts, ValueError for an output that cannot be stored."""
+        await self._tell(task, "complete", {"output": output})
+
+    async def fail(self, task: RemoteTask, error: str) -> None:
+        """The attempt failed: again later, or dead on the last one."""
+        await self._tell(task, "fail", {"error": clean_text(error[-_ERROR_CHARACTERS:], _ERROR_CHARACTERS)})
+
+    async def release(self, task: RemoteTask) -> None:
+        """Give it back, attempt refunded."""
+        await self._tell(task, "release")
+
+    async def _tell(
+        self, task: RemoteTask, verb: str, more: Mapping[str, object] | None = None, *, seconds: float | None = None
+    ) -> Answer:
+        body = {"processor": self.processor, "fence": task.fence, **(more or {})}
+        answer = await self._calls.call("PUT", f"/api/tasks/{task.id}/{verb}", body, seconds=seconds)
+        if answer.status in (404, 409):
+            task.lost = task.lost or answer.error
+            raise LeaseLost(f"task {task.id}: {answer.error}")
+        if answer.status != 202:
+            raise ValueError(answer.message)
+        return answer
+
+    def _task(self, body: Mapping[str, object], lease_seconds: float, sent_at: float) -> RemoteTask:
+        return RemoteTask(
+            id=_integer(body, "id"),
+            key=str(body["key"]),
+            kind=str(body["kind"]),
+            queue=str(body["queue"]),
+            payload=body["payload"],
+            fence=_integer(body, "fence"),
+            attempt=_integer(body, "attempt"),
+            processor=self.processor,
+            lease_seconds=lease_seconds,
+            trusted_until=_trusted_until(sent_at, lease_seconds, _integer(body, "expires_in_ms")),
+        )
+
+
+def renew_in_seconds(task: RemoteTask) -> float:
+    """Until a third of its lease is over. That may be so at once: the answer to a claim that was repeated comes late."""
+    begun_at = task.trusted_until - task.lease_seconds * (1 - _MARGIN_SHARE)
+    return begun_at + task.lease_seconds / 3 - local_seconds()
+
+
+def _trusted_until(sent_at: float, lease_seconds: float, expires_in_ms: int) -> float:
+    terms = Lease(lease_seconds, lease_seconds * _MARGIN_SHARE)
+    return terms.trusted_until(sent_at, expires_in_ms / 1000)
+
+
+def _integer(body: Mapping[str, object], name: str) -> int:
+    value = body.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConnectionError(f"an answer without {name}")
+    return value
