@@ -14,8 +14,12 @@ import pytest
 import pytest_asyncio
 
 from tests.processes import await_for
-from worker.store import enqueueing, schema
-from worker.store.enqueueing import Enqueued, enqueue, enqueue_many, wait
+from tests.servers import WAIT_FOR_US
+from worker.new_job import new_job
+from worker.store import bulk, schema
+from worker.store.bulk import KeyVanished, enqueue_many, enqueue_part
+from worker.store.enqueueing import Enqueued, enqueue
+from worker.store.finished import wait
 
 COUNT = "SELECT count(*) FROM jobs"
 
@@ -243,7 +247,7 @@ async def test_one_row_comes_back_whether_the_rival_in_flight_commits_or_rolls_b
         theirs = await enqueue(rival, "message", 1, key="k")
         async with asyncio.TaskGroup() as group:
             task = group.create_task(ours())
-            await await_for(lambda: rival.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
+            await await_for(lambda: rival.fetchval(WAIT_FOR_US))
             await rival.execute("COMMIT" if rival_commits else "ROLLBACK")
         assert task.result().created is not rival_commits
         assert (task.result().id == theirs.id) is rival_commits
@@ -266,40 +270,104 @@ async def test_two_bulk_callers_with_the_same_keys_in_opposite_order_never_deadl
     assert sum(task.result() for task in tasks) == len(keys)
 
 
-async def test_a_key_that_is_pruned_meanwhile_closes_no_circle_of_callers(
+async def test_a_key_that_comes_and_goes_meanwhile_closes_no_circle_of_callers(
     connection: asyncpg.Connection, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row of the lower key is in the way of one caller, then it is gone, and a second caller inserts both keys."""
+    """The lower key is committed under one caller's eyes and deleted before he looks; then a second caller inserts both keys."""
     jobs = [{"payload": 1, "key": "lower"}, {"payload": 1, "key": "upper"}]
-    await enqueue_many(connection, jobs[:1])
-    first, pruning = await asyncpg.connect(database_url), await asyncpg.connect(database_url)
+    first, rival = await asyncpg.connect(database_url), await asyncpg.connect(database_url)
     second: asyncio.Task[list[Enqueued]] | None = None
-    find = enqueueing._find
+    find = bulk._find
 
-    async def find_late(asking: asyncpg.Connection, keys: list[str], schema: str) -> list[asyncpg.Record]:
+    async def waits(caller: asyncpg.Connection) -> bool:
+        asked = "SELECT count(*) FROM pg_locks WHERE pid = $1 AND NOT granted"
+        return bool(await rival.fetchval(asked, caller.get_server_pid()))
+
+    async def find_late(asking: asyncpg.Connection, keys: list[str], schema: str) -> dict[str, Enqueued]:
         nonlocal second
         if second is None:
-            await pruning.execute("DELETE FROM jobs")
+            await rival.execute("DELETE FROM jobs")
             second = asyncio.create_task(enqueue_many(connection, jobs))
-
-            async def waits() -> bool:
-                asked = "SELECT count(*) FROM pg_locks WHERE pid = $1 AND NOT granted"
-                return bool(await pruning.fetchval(asked, connection.get_server_pid()))
-
-            await await_for(waits)
+            await await_for(lambda: waits(connection))
         return await find(asking, keys, schema)
 
-    monkeypatch.setattr(enqueueing, "_find", find_late)
+    monkeypatch.setattr(bulk, "_find", find_late)
     try:
         async with asyncio.timeout(20):
-            answers = await enqueue_many(first, jobs)
+            await rival.execute("BEGIN")
+            await enqueue_many(rival, jobs[:1])
+            enqueueing = asyncio.create_task(enqueue_many(first, jobs))
+            await await_for(lambda: waits(first))
+            await rival.execute("COMMIT")
+            answers = await enqueueing
             assert second is not None
             assert [answer.created for answer in await second] == [True, True]
         assert answers == [answer._replace(created=False) for answer in second.result()]
         assert await connection.fetchval("SELECT count(*) FROM jobs") == 2
     finally:
         await first.close()
-        await pruning.close()
+        await rival.close()
+
+
+async def test_many_keys_of_the_callers_are_one_statement_a_chunk_and_one_subtransaction_in_all(
+    connection: asyncpg.Connection,
+) -> None:
+    """More than 64 in a transaction would slow down every snapshot that anybody takes meanwhile."""
+    jobs = [{"payload": number, "key": f"k{number:04}"} for number in range(3 * bulk.CHUNK_JOBS)]
+    await enqueue_many(connection, [{"payload": 0, "key": "before"}])  # asyncpg looks up the types of a new statement
+    said: list[str] = []
+    for created in (True, False):
+        said.clear()
+        async with connection.transaction():
+            with connection.query_logger(lambda query: said.append(query.query)):
+                answers = await enqueue_many(connection, jobs)
+        assert {answer.created for answer in answers} == {created}
+        assert [query.split()[0] for query in said] == ["SAVEPOINT", "SELECT", "WITH", "WITH", "WITH", "RELEASE"]
+    writers = "SELECT count(DISTINCT xmin::text) FROM jobs WHERE idempotency_key <> 'before'"
+    assert await connection.fetchval(writers) == 1
+
+
+async def test_a_part_of_a_transaction_says_what_came_and_went_and_writes_no_savepoint(
+    connection: asyncpg.Connection, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [new_job("message", 1, key=key) for key in ("lower", "upper")]
+    async with connection.transaction():
+        assert [answer.created for answer in await enqueue_part(connection, jobs[:1])] == [True]
+        assert [answer.created for answer in await enqueue_part(connection, jobs)] == [False, True]
+    assert await connection.fetchval("SELECT count(DISTINCT xmin::text) FROM jobs") == 1
+    await connection.execute("DELETE FROM jobs")
+
+    async def nothing(*_: object) -> dict[str, Enqueued]:
+        return {}
+
+    monkeypatch.setattr(bulk, "_find", nothing)
+    rival = await asyncpg.connect(database_url)
+    try:
+        await rival.execute("BEGIN")
+        await enqueue(rival, "message", 1, key="lower")
+        writing = asyncio.create_task(enqueue_part(connection, jobs))
+        await await_for(lambda: rival.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
+        await rival.execute("COMMIT")
+        with pytest.raises(KeyVanished, match=r"^lower$"):
+            await writing
+    finally:
+        await rival.close()
+
+
+async def test_keys_that_are_there_keep_their_jobs_beside_new_ones(connection: asyncpg.Connection) -> None:
+    there = await enqueue_many(connection, [{"payload": 1, "key": f"k{number:02}"} for number in range(0, 40, 2)])
+    await connection.execute("UPDATE jobs SET state = 'dead', completed_at = now() WHERE idempotency_key = 'k04'")
+    answers = await enqueue_many(connection, [{"payload": 2, "key": f"k{number:02}"} for number in range(40)])
+    assert [answer.created for answer in answers] == [number % 2 == 1 for number in range(40)]
+    assert [answer.id for answer in answers[::2]] == [answer.id for answer in there]
+    assert [answer.state for answer in answers] == ["dead" if number == 4 else "ready" for number in range(40)]
+
+
+@pytest.mark.parametrize("fields", ["payload", ["payload"], None, 7])
+async def test_what_is_no_mapping_is_refused_by_number(connection: asyncpg.Connection, fields: object) -> None:
+    with pytest.raises(TypeError, match=rf"^job 1: a mapping is needed, not {type(fields).__name__}"):
+        await enqueue_many(connection, [{"payload": 1}, fields])  # type: ignore[list-item]
+    assert await connection.fetchval(COUNT) == 0
 
 
 async def test_ids_beyond_floats_stay_exact(connection: asyncpg.Connection) -> None:

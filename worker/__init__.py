@@ -10,7 +10,9 @@ from worker.handlers import Handlers, Kind
 from worker.job import Job
 from worker.leases import Leases
 from worker.settings import Settings
-from worker.store.enqueueing import Enqueued, enqueue, enqueue_many, wait
+from worker.store.bulk import enqueue_many
+from worker.store.enqueueing import Enqueued, enqueue
+from worker.store.finished import wait
 
 if TYPE_CHECKING:
     from worker.task_client import RemoteTask, TaskClient

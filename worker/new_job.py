@@ -50,48 +50,65 @@ def new_job(
     max_attempts: int = DEFAULT_MAX_ATTEMPTS,
 ) -> NewJob:
     """The checked job. Raises TypeError or ValueError whose message begins with the name of the field."""
-    if run_at is not None and delay_seconds is not None:
-        raise ValueError("run_at, delay_seconds: give one of them, not both")
-    if key is not None:
-        _check_text("key", key, KEY_BYTES)
-        if key.startswith(RESERVED_KEY_PREFIX):
-            raise ValueError(f'key: "{RESERVED_KEY_PREFIX}" is reserved for generated keys')
-    _check_text("kind", kind, NAME_BYTES)
-    _check_text("queue", queue, NAME_BYTES)
-    _check_integer("priority", priority, -32_768, 32_767)
-    _check_integer("max_attempts", max_attempts, 1, 2_147_483_647)
-    return NewJob(
-        kind,
-        encode_json(payload, "payload"),
-        key,
-        queue,
-        priority,
-        None if run_at is None else _utc_text(run_at),
-        0.0 if delay_seconds is None else _delay(delay_seconds),
-        max_attempts,
-    )
+    return _checked(kind, payload, key, queue, priority, run_at, delay_seconds, max_attempts)
 
 
 def new_job_from(fields: Mapping[str, object]) -> NewJob:
     """The checked job of a mapping with keys out of `FIELDS`: `payload` is required, None means left out."""
-    has_none = False
-    for name, value in fields.items():
+    if type(fields) is not dict and not isinstance(fields, Mapping):
+        raise TypeError(f"a mapping is needed, not {type(fields).__name__}")
+    for name in fields:
         if name not in FIELDS:
             raise ValueError(f"unknown key {name!r}: the keys are {', '.join(FIELDS)}")
-        has_none = has_none or value is None
     if "payload" not in fields:
         raise ValueError("payload: is required")
-    given = {name: value for name, value in fields.items() if value is not None} if has_none else dict(fields)
-    given.setdefault("kind", DEFAULT_KIND)
-    given["payload"] = fields["payload"]
-    return new_job(**given)  # type: ignore[arg-type]  # it looks at every type itself
+    get = fields.get
+    kind, queue, priority, max_attempts = get("kind"), get("queue"), get("priority"), get("max_attempts")
+    return _checked(
+        DEFAULT_KIND if kind is None else kind,
+        fields["payload"],
+        get("key"),
+        DEFAULT_QUEUE if queue is None else queue,
+        0 if priority is None else priority,
+        get("run_at"),
+        get("delay_seconds"),
+        DEFAULT_MAX_ATTEMPTS if max_attempts is None else max_attempts,
+    )
 
 
-def _check_text(name: str, text: object, most_bytes: int) -> None:
+def _checked(
+    kind: object,
+    payload: object,
+    key: object,
+    queue: object,
+    priority: object,
+    run_at: object,
+    delay_seconds: object,
+    max_attempts: object,
+) -> NewJob:
+    if run_at is not None and delay_seconds is not None:
+        raise ValueError("run_at, delay_seconds: give one of them, not both")
+    if key is not None:
+        key = _text("key", key, KEY_BYTES)
+        if key.startswith(RESERVED_KEY_PREFIX):
+            raise ValueError(f'key: "{RESERVED_KEY_PREFIX}" is reserved for generated keys')
+    return NewJob(
+        _text("kind", kind, NAME_BYTES),
+        encode_json(payload, "payload"),
+        key,
+        _text("queue", queue, NAME_BYTES),
+        _integer("priority", priority, -32_768, 32_767),
+        None if run_at is None else _utc_text(run_at),
+        0.0 if delay_seconds is None else _delay(delay_seconds),
+        _integer("max_attempts", max_attempts, 1, 2_147_483_647),
+    )
+
+
+def _text(name: str, text: object, most_bytes: int) -> str:
     if not isinstance(text, str):
         raise TypeError(f"{name}: a string is needed, not {type(text).__name__}")
     if 1 <= len(text) <= most_bytes and text.isascii() and "\x00" not in text:
-        return
+        return text
     try:
         size = len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError:
@@ -100,13 +117,15 @@ def _check_text(name: str, text: object, most_bytes: int) -> None:
         raise ValueError(f"{name}: 1 to {most_bytes} bytes are allowed, this has {size:,}")
     if "\x00" in text:
         raise ValueError(f"{name}: contains a NUL character, which PostgreSQL cannot store")
+    return text
 
 
-def _check_integer(name: str, value: object, least: int, most: int) -> None:
+def _integer(name: str, value: object, least: int, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: an integer is needed, not {type(value).__name__}")
     if not least <= value <= most:
         raise ValueError(f"{name}: {least} to {most} is allowed, not {value}")
+    return value
 
 
 def _delay(seconds: object) -> float:

@@ -14,7 +14,8 @@ from worker.embedded import Worker
 from worker.handlers import Handlers
 from worker.settings import Settings
 from worker.store.connection import Database
-from worker.store.enqueueing import Finished, enqueue, wait
+from worker.store.enqueueing import enqueue
+from worker.store.finished import Finished, wait
 
 _WORKERS = 4
 

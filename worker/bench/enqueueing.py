@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Awaitable
 from typing import Final
 
 from worker.bench.arena import Arena, text_of
@@ -18,15 +19,18 @@ from worker.bench.results import BenchFailed, Sample
 from worker.bench.running import SMALL_BYTES, Bench, usage
 from worker.clock import local_seconds
 from worker.store import bench_tables, benchmarks
+from worker.store.bulk import enqueue_many
 from worker.store.connection import Connection
-from worker.store.enqueueing import enqueue_many
 
 # Rows a turn by number of connections, as a share of --jobs.
 CONNECTIONS: Final = {1: 8, 8: 4, 32: 2}
 WITH: Final = "with our trigger"
 WITHOUT: Final = "without it"
-BULK: Final = "bulk, enqueue_many"
-COPY: Final = "bulk, COPY"
+BULK: Final = "bulk, keys {}, enqueue_many"
+COPY: Final = "bulk, keys {}, COPY"
+# A key of the caller's may be there already, one that was generated cannot.
+GIVEN: Final = "given"
+GENERATED: Final = "generated"
 
 
 async def measure(bench: Bench) -> None:
@@ -36,7 +40,8 @@ async def measure(bench: Bench) -> None:
         await _measure_bulk(bench, on)
     for connections in CONNECTIONS:
         bench.book.compare("enqueue", _name(connections, WITH), _name(connections, WITHOUT))
-    bench.book.compare("enqueue", BULK, COPY)
+    for keys in (GIVEN, GENERATED):
+        bench.book.compare("enqueue", BULK.format(keys), COPY.format(keys))
 
 
 def _name(connections: int, trigger: str) -> str:
@@ -93,26 +98,41 @@ async def _singles(bench: Bench, on: Arena, connections: list[Connection], rows:
 
 async def _measure_bulk(bench: Bench, on: Arena) -> None:
     plan = bench.plan
-    payload = {"n": 1, "text": text_of(SMALL_BYTES)}
-    jobs = [{"kind": NOTHING, "payload": payload}] * plan.jobs
     await bench_tables.make_copy_table(on.connection, on.database)
     for turn in range(plan.runs):
-        bench.say(f"enqueue, bulk, run {turn + 1} of {plan.runs}")
-        await on.empty()
-        await bench_tables.empty_copy(on.connection, on.database)
-        # Keys as enqueue_many makes them, in their order.
-        start = f"auto:{uuid.uuid4()}"
-        text = json.dumps(payload, separators=(",", ":"))
-        lines = "".join(f"{start}-{number:06}\t{NOTHING}\tdefault\t{text}\n" for number in range(plan.jobs)).encode()
-        for name in (BULK, COPY) if turn % 2 == 0 else (COPY, BULK):
-            meter = bench.meter(on)
-            before = await meter.read()
-            started_at = local_seconds()
-            if name == BULK:
-                await enqueue_many(on.connection, jobs, schema=on.database.schema)
-            else:
-                await bench_tables.copy_rows(on.connection, on.database, lines)
-            seconds = local_seconds() - started_at
-            after = await meter.read()
-            sample = Sample(value=plan.jobs / seconds, jobs=plan.jobs, seconds=seconds, usage=usage(before, after))
-            bench.book.add("enqueue", name, "rows/s", sample)
+        for keys in (GIVEN, GENERATED):
+            bench.say(f"enqueue, bulk, keys {keys}, run {turn + 1} of {plan.runs}")
+            await on.empty()
+            await bench_tables.empty_copy(on.connection, on.database)
+            for name in (BULK, COPY) if turn % 2 == 0 else (COPY, BULK):
+                sample = await _bulk(bench, on, keys) if name == BULK else await _copy(bench, on, keys)
+                bench.book.add("enqueue", name.format(keys), "rows/s", sample)
+
+
+async def _bulk(bench: Bench, on: Arena, keys: str) -> Sample:
+    fields = {"kind": NOTHING, "payload": _bulk_payload()}
+    rows = bench.plan.jobs
+    jobs = [fields | {"key": f"order-{number:06}"} for number in range(rows)] if keys == GIVEN else [fields] * rows
+    return await _timed(bench, on, enqueue_many(on.connection, jobs, schema=on.database.schema))
+
+
+async def _copy(bench: Bench, on: Arena, keys: str) -> Sample:
+    # Keys as enqueue_many makes them, in their order.
+    start = "order" if keys == GIVEN else f"auto:{uuid.uuid4()}"
+    text = json.dumps(_bulk_payload(), separators=(",", ":"))
+    lines = "".join(f"{start}-{number:06}\t{NOTHING}\tdefault\t{text}\n" for number in range(bench.plan.jobs)).encode()
+    return await _timed(bench, on, bench_tables.copy_rows(on.connection, on.database, lines))
+
+
+def _bulk_payload() -> dict[str, object]:
+    return {"n": 1, "text": text_of(SMALL_BYTES)}
+
+
+async def _timed(bench: Bench, on: Arena, writing: Awaitable[object]) -> Sample:
+    meter = bench.meter(on)
+    before = await meter.read()
+    started_at = local_seconds()
+    await writing
+    seconds = local_seconds() - started_at
+    after = await meter.read()
+    return Sample(value=bench.plan.jobs / seconds, jobs=bench.plan.jobs, seconds=seconds, usage=usage(before, after))

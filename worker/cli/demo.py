@@ -26,9 +26,9 @@ import typer
 from worker.cli.printing import flush, is_terminal, print_error, print_line, print_rows
 from worker.clock import local_seconds
 from worker.store import demonstration, schema
+from worker.store.bulk import enqueue_many
 from worker.store.connection import Connection, Database
 from worker.store.demonstration import Outcome, Progress
-from worker.store.enqueueing import enqueue_many
 
 # Short, so that the jobs of the killed process come back soon.
 LEASE_SECONDS = 3

@@ -14,13 +14,14 @@ from typing import IO, Annotated
 
 import typer
 
-from worker.cli.printing import counted, print_json, print_line, print_note
+from worker.cli.printing import counted, print_error, print_json, print_line, print_note
 from worker.cli.reaching import DataDir, Embedded, Json, Work, with_schema
 from worker.domain_json import decode_json
 from worker.new_job import DEFAULT_MAX_ATTEMPTS, DEFAULT_QUEUE, NewJob, new_job, new_job_from
 from worker.settings import Settings
+from worker.store.bulk import KeyVanished, enqueue_checked, enqueue_part
 from worker.store.connection import Connection, Database
-from worker.store.enqueueing import Enqueued, enqueue_checked, refuse_oversized
+from worker.store.enqueueing import Enqueued, refuse_oversized
 
 CHUNK_JOBS = 5_000
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -73,6 +74,9 @@ def enqueue(
         return
     if kind is not None:
         raise typer.BadParameter("give KIND and PAYLOAD or --file, not both", param_hint="--file")
+    of_one = (key, queue, priority, delay, at, max_attempts)
+    if of_one != (None, DEFAULT_QUEUE, 0, None, None, DEFAULT_MAX_ATTEMPTS):
+        raise typer.BadParameter("what is said of one job stands in its line, not beside the file", param_hint="--file")
     with (
         _open(file) as source,
         tempfile.TemporaryFile("w+", encoding="utf-8") as answers,
@@ -121,7 +125,11 @@ class _Bulk:
                         await refuse_oversized(connection, job)
                     except ValueError as error:
                         raise _bad_line(number, error) from None
-                answers = await enqueue_checked(connection, [job for _, job in chunk], schema=database.schema)
+                try:
+                    answers = await enqueue_part(connection, [job for _, job in chunk], schema=database.schema)
+                except KeyVanished as error:
+                    print_error(f"key {str(error)!r} came and went meanwhile; nothing was enqueued, try again")
+                    raise typer.Exit(1) from None
                 self.jobs += len(answers)
                 self.created += sum(answer.created for answer in answers)
                 self._answers.writelines(f"{json_text.dumps(answer._asdict())}\n" for answer in answers)
