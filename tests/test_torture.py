@@ -87,10 +87,10 @@ def test_an_ordinary_role_tortures_its_own_database_and_nothing_is_left_behind(
 
 @pytest.mark.slow
 def test_a_server_of_its_own_may_be_crashed(tmp_path: Path) -> None:
-    status, document, errors = torture(tmp_path, *SHORT, "--seed", "1", "--embedded", "--faults", "crash,kill")
+    status, document, errors = torture(tmp_path, *SHORT, "--seed", "1", "--embedded", "--faults", "crash")
     assert (status, errors) == (0, "")
     assert document["breaches"] == []
-    assert set(document["faults"]) <= {"crash", "kill"}
+    assert {name for name, times in document["faults"].items() if times} == {"crash"}
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def test_daemons_that_are_broken_on_purpose_are_found_out(server: Server, tmp_pa
     place = tmp_path / "broken"
     shutil.copytree(ROOT / "worker", place / "worker", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "schema.sql", place)
-    writer = place / "worker" / "writer.py"
     text, instead = COMMITTED_APART
-    assert text in writer.read_text(), "there is no such text any more: break it otherwise"
-    writer.write_text(writer.read_text().replace(text, instead))
+    found = [path for path in (place / "worker").glob("*.py") if text in path.read_text()]
+    assert len(found) == 1, "there is no such text any more: break it otherwise"
+    found[0].write_text(found[0].read_text().replace(text, instead))
     with server.database() as url:
         status, document, errors = torture(tmp_path, *SHORT, "--seed", "1", "--faults", "reset", url, PYTHONPATH=str(place))
     assert status == 1
@@ -233,8 +233,8 @@ async def test_a_black_hole_delivers_everything_in_the_end() -> None:
     async with echo_behind_a_proxy() as (proxy, heard):
         proxy.network.close()
         assert await ask(proxy, b"late", wait_seconds=0.2) is None
+        await await_for(lambda: proxy.kept == 1)
         assert heard == []
-        assert proxy.kept == 1
         proxy.network.open()
         await await_for(lambda: heard == [b"late"])
 
@@ -246,7 +246,7 @@ async def test_a_half_open_connection_delivers_when_its_sender_has_given_up() ->
         assert await reader.read(1000) == b"first"
         links = proxy.delay_requests()
         writer.write(b"late")
-        await asyncio.sleep(0.1)
+        await await_for(lambda: proxy.kept == 1)
         writer.transport.abort()
         assert await ask(proxy, b"other") == b"other"
         assert heard == [b"first", b"other"]

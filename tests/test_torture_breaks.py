@@ -19,12 +19,14 @@ from worker.committing import Caution, Finished
 from worker.domain import Backoff, ClaimedJob, CodePlace, Effect, Failed, Outcome, Released, Succeeded, verdict
 from worker.holding import Held, Holdings
 from worker.last_word import LastWord
-from worker.store import audit, claiming, leasing, reaping, settling
+from worker.store import audit, claiming, leasing, reaping, recording, settling
 from worker.store.connection import Connection, Database, Lane, SessionLimits, read_moments_as_microseconds
 from worker.store.enqueueing import enqueue
 from worker.store.settling import Completion, Settlement
 from worker.torture.breaches import Findings
-from worker.torture.job_rules import JobRules
+from worker.torture.end_rules import check_end
+from worker.torture.job_rules import JobRules, Kinds
+from worker.torture.other_rules import check_fences
 from worker.writer import Writer
 
 KIND = "torture.effect"
@@ -123,7 +125,7 @@ class Recorded:
     async def __aenter__(self) -> Self:
         self.database = Database(self._url, environ={}, limits=PATIENT)
         self.operator = await self.database.connect("torture")
-        await audit.install(self.operator, self.database)
+        await recording.install(self.operator, self.database)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -148,16 +150,20 @@ class Recorded:
     async def breaches(self) -> set[str]:
         await self.operator.execute("SELECT cancel_job(id) FROM jobs WHERE state IN ('ready', 'running')")
         findings = Findings()
-        rules = JobRules(findings)
+        kinds = Kinds(with_effect={KIND}, with_next=(), refusing=(), snoozing=())
+        rules = JobRules(findings, kinds)
         async for change in audit.changes(self.operator, self.database):
             rules.feed(change)
-        rules.finish(
+        check_fences(rules.facts.draws, findings)
+        check_end(
+            rules.facts,
+            findings,
+            kinds,
             final=await audit.final_rows(self.operator, self.database),
             effects=await audit.effects(self.operator, self.database),
             ledger=await audit.ledger(self.operator, self.database),
+            failures=await audit.failures(self.operator, self.database),
             acknowledged=[self.id],
-            kinds_with_effect={KIND},
-            kinds_with_next=(),
         )
         return {breach.rule for breach in findings.breaches}
 
@@ -183,6 +189,24 @@ async def a_late_completion_of_another_process(recorded: Recorded) -> None:
     old, new = await two_attempts(recorded, recorded["t0-1"], recorded["t1-1"])
     await recorded["t0-1"].succeed(old)
     await recorded["t1-1"].succeed(new)
+
+
+async def a_lost_process(recorded: Recorded) -> None:
+    _, new = await two_attempts(recorded, recorded["t0-1"], recorded["t1-1"])
+    await recorded["t1-1"].succeed(new)
+
+
+async def a_failure(recorded: Recorded) -> None:
+    await recorded.add()
+    job = await recorded["t0-1"].claim()
+    failed = Failed(error=f"asked to fail under fence {job.fence}", error_type="RuntimeError", detail="")
+    await recorded["t0-1"].writer.write([finished(job, failed)])
+
+
+async def a_release(recorded: Recorded) -> None:
+    await recorded.add()
+    job = await recorded["t0-1"].claim()
+    await recorded["t0-1"].writer.write([finished(job, Released(reason="shutdown"))])
 
 
 async def a_late_failure(recorded: Recorded) -> None:
@@ -310,6 +334,26 @@ def commits_the_effect_apart(patch: Patch) -> None:
     patch.setattr(settling, "complete", committed)
 
 
+def never_counts_a_crash(patch: Patch) -> None:
+    counted = "crashes = CASE WHEN e.crashed THEN LEAST(j.crashes + 1, 32767) ELSE j.crashes END,"
+    patch.setattr(reaping, "REAP", _replaced(reaping.REAP, counted, ""))
+
+
+def buries_at_the_first_failure(patch: Patch) -> None:
+    only_at_the_last = "held.verb = 'retry' AND j.attempts >= j.max_attempts"
+    patch.setattr(settling, "SETTLE", _replaced(settling.SETTLE, only_at_the_last, "held.verb = 'retry'"))
+
+
+def charges_for_a_release(patch: Patch) -> None:
+    refund = "attempts = CASE held.verb WHEN 'give_back' THEN GREATEST(j.attempts - 1, 0) ELSE j.attempts END,"
+    patch.setattr(settling, "SETTLE", _replaced(settling.SETTLE, refund, ""))
+
+
+def releases_to_the_end_of_the_queue(patch: Patch) -> None:
+    kept = "COALESCE(now() + held.delay_seconds * interval '1 second', j.available_at)"
+    patch.setattr(settling, "SETTLE", _replaced(settling.SETTLE, kept, "now()"))
+
+
 def looks_without_lock(patch: Patch) -> None:
     """The fence would be one more net: see the test of the lock alone."""
     completes_by_id_alone(patch)
@@ -339,6 +383,10 @@ BREAKS = {
     "renewed without owner": Break(renews_without_owner, a_late_renewal, {"owner_writes"}),
     "reaped without another look": Break(reaps_without_another_look, a_claim_while_the_reaper_is_on_its_way, {"one_live_lease"}),
     "the effect committed apart": Break(commits_the_effect_apart, an_ordinary_completion, {"effect_with_completion"}),
+    "no crash counted": Break(never_counts_a_crash, a_lost_process, {"crashes"}),
+    "buried at the first failure": Break(buries_at_the_first_failure, a_failure, {"used_up"}),
+    "a release that costs an attempt": Break(charges_for_a_release, a_release, {"attempts"}),
+    "a release to the end of the queue": Break(releases_to_the_end_of_the_queue, a_release, {"deploy"}),
     "looked without lock after a lost COMMIT": Break(
         looks_without_lock, a_commit_without_answer, {"terminal", "effect_once", "effect_with_completion"}
     ),

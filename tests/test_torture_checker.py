@@ -6,158 +6,22 @@ test_torture.py.
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.torture_histories import KINDS, LEASE, OPERATOR, SECOND, A, B, History, broken, writer
 from worker.store.audit import (
     Change,
-    EffectRow,
-    FinalRow,
     GuardedRow,
     LeaseChange,
     LeaseStanding,
-    LedgerRow,
     Slots,
     Standing,
 )
-from worker.torture import notes, other_rules, timing
+from worker.torture import other_rules
 from worker.torture.breaches import RULES, Findings
-from worker.torture.checking import read_log
-from worker.torture.daemons import Asked, Life, Slot, check_exits, is_textbook, slot_of
-from worker.torture.handlers import POISON
-from worker.torture.job_rules import Claim, JobFacts, JobRules, Reap
-from worker.torture.notes import Notebook
-from worker.torture.other_rules import Excuse, Run
-from worker.torture.timing import Ended, Killed, Usual
-
-SECOND = 1_000_000
-LEASE = 3 * SECOND
-
-A, B = "t0-1-aaaaaaaa", "t1-1-bbbbbbbb"
-OPERATOR = "reliable-worker torture"
-
-
-def writer(owner: str, role: str) -> str:
-    return f"{owner[:4]} {role}"
-
-
-class History:
-    """Writes down what a database would have recorded; one job at a time, a second between two changes."""
-
-    def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self.effects: list[EffectRow] = []
-        self.ledger: list[LedgerRow] = []
-        self.acknowledged: list[int] = []
-        self.standing: dict[int, Standing | None] = {}
-        self._key: dict[int, tuple[str, str, int]] = {}
-        self.now = 0
-        self.fence = 100
-
-    def change(self, job: int, new: Standing | None, by: str, **other: Any) -> Change:
-        """One change by the session of that name; `at`, `begun`, `txid`, `said_fence`, `old` may differ from what they would be."""
-        self.now += SECOND
-        key, kind, most = self._key[job]
-        values = {
-            "seq": len(self.changes) + 1,
-            "at": self.now,
-            "begun": self.now - 1000,
-            "txid": len(self.changes) + 1000,
-            "writer": by,
-            "job_id": job,
-            "key": key,
-            "kind": kind,
-            "max_attempts": most,
-            "old": self.standing.get(job),
-            "new": new,
-            "said_fence": None,
-        }
-        made = Change(**(values | other))
-        self.changes.append(made)
-        self.standing[job] = new
-        return made
-
-    def add(
-        self, job: int = 1, *, key: str | None = None, kind: str = "effect", most: int = 3, by: str = OPERATOR, **other: Any
-    ) -> None:
-        self._key[job] = (key or f"k{job}", kind, most)
-        self.change(job, Standing("ready", None, 0, None, 0, 0), by, **other)
-        self.acknowledged.append(job)
-
-    def now_of(self, job: int) -> Standing:
-        standing = self.standing[job]
-        assert standing is not None
-        return standing
-
-    def claim(self, job: int = 1, owner: str = A, *, fence: int | None = None, by: str | None = None, **other: Any) -> None:
-        self.fence += 1
-        old = self.now_of(job)
-        new = old._replace(
-            state="running",
-            owner=owner,
-            fence=self.fence if fence is None else fence,
-            until=self.now + SECOND + LEASE,
-            attempts=old.attempts + 1,
-        )
-        self.change(job, new, by or writer(owner, "claim"), **other)
-
-    def renew(self, job: int = 1, *, by: str | None = None, **other: Any) -> None:
-        old = self.now_of(job)
-        self.change(job, old._replace(until=self.now + SECOND + LEASE), by or writer(old.owner or A, "leases"), **other)
-
-    def end(
-        self, job: int = 1, state: str = "ready", *, by: str | None = None, attempts: int = 0, crashes: int = 0, **other: Any
-    ) -> Change:
-        old = self.now_of(job)
-        new = old._replace(state=state, owner=None, until=None, attempts=old.attempts + attempts, crashes=old.crashes + crashes)
-        return self.change(job, new, by or writer(old.owner or A, "commit"), **other)
-
-    def succeed(self, job: int = 1, *, by: str | None = None, effect: bool = True, **other: Any) -> Change:
-        old = self.now_of(job)
-        made = self.end(job, "succeeded", by=by, **({"said_fence": old.fence} | other))
-        if effect:
-            self.effect(job, made.txid, old.fence)
-        return made
-
-    def effect(self, job: int, txid: int, fence: int, *, entered: bool = True) -> None:
-        key = self._key[job][0]
-        self.effects.append(EffectRow(len(self.effects) + 1, txid, key, job, fence))
-        if entered and not key.startswith("auto:") and key not in {row.key for row in self.ledger}:
-            self.ledger.append(LedgerRow(key, job, fence))
-
-    def expire(self) -> None:
-        """Time goes by until every lease is over."""
-        self.now += LEASE
-
-    def reap(self, job: int = 1, *, by: str = writer(B, "reaper"), state: str = "ready", crashes: int = 1, **other: Any) -> None:
-        self.end(job, state, by=by, crashes=crashes, **other)
-
-    def check(self) -> Findings:
-        findings = Findings()
-        rules = JobRules(findings)
-        for change in sorted(self.changes, key=lambda one: (one.job_id, one.seq)):
-            rules.feed(change)
-        rules.finish(
-            final=[FinalRow(job, *self._key[job], standing) for job, standing in self.standing.items() if standing is not None],
-            effects=self.effects,
-            ledger=self.ledger,
-            acknowledged=self.acknowledged,
-            kinds_with_effect={"effect", "chain"},
-            kinds_with_next={"chain"},
-        )
-        return findings
-
-
-def broken(findings: Findings) -> set[str]:
-    rules = {breach.rule for breach in findings.breaches}
-    assert rules <= RULES.keys()
-    return rules
-
+from worker.torture.job_rules import Draw, JobFacts, JobRules
 
 # --- what keeps every promise
 
@@ -261,6 +125,60 @@ def generated_key(history: History) -> None:
     history.succeed()
 
 
+def refused_for_good(history: History) -> None:
+    history.add(kind="refuse")
+    history.claim()
+    history.end(state="dead")
+
+
+def given_back_to_its_place_and_snoozed_to_another(history: History) -> None:
+    history.add(1)
+    history.claim(1)
+    history.end(1, attempts=-1, old_due=5, new_due=5)
+    history.claim(1)
+    history.succeed(1)
+    history.add(2, kind="snooze")
+    history.claim(2)
+    history.end(2, attempts=-1, old_due=5, new_due=9)
+    history.claim(2)
+    history.succeed(2)
+
+
+def lost_by_a_process_that_lives(history: History) -> None:
+    history.add()
+    history.claim()
+    history.expire()
+    history.reap(crashes=0, owner_until=history.now + 2 * SECOND, owner_seen=history.now - 3 * SECOND)
+    history.claim()
+    history.succeed()
+
+
+def lost_by_a_process_that_came_back_meanwhile(history: History) -> None:
+    """Nobody can tell whether the reaper saw that presence."""
+    history.add()
+    history.claim()
+    history.expire()
+    history.reap(crashes=1, owner_until=history.now + 5 * SECOND, owner_seen=history.now + SECOND // 2)
+    history.claim()
+    history.succeed()
+
+
+def more_failures_than_are_kept(history: History) -> None:
+    history.add(most=30)
+    for _ in range(25):
+        history.claim()
+        history.end()
+    history.failures = history.failures[-20:]
+    history.claim()
+    history.succeed()
+
+
+def pruned_with_its_failures(history: History) -> None:
+    dead_of_failures(history)
+    history.change(1, None, OPERATOR)
+    history.failures = []
+
+
 GOOD = [
     ordinary,
     failed_and_done_elsewhere,
@@ -274,6 +192,12 @@ GOOD = [
     pruned_and_enqueued_again,
     follow_up,
     generated_key,
+    refused_for_good,
+    given_back_to_its_place_and_snoozed_to_another,
+    lost_by_a_process_that_lives,
+    lost_by_a_process_that_came_back_meanwhile,
+    more_failures_than_are_kept,
+    pruned_with_its_failures,
 ]
 
 
@@ -464,7 +388,7 @@ def refunded_by_the_reaper(history: History) -> None:
 
 
 def buried_without_an_attempt(history: History) -> None:
-    history.add()
+    history.add(kind="refuse")
     history.claim()
     history.end(state="dead", attempts=-1)
 
@@ -533,7 +457,7 @@ def completed_after_a_cancellation(history: History) -> None:
 
 
 def retried_by_a_daemon(history: History) -> None:
-    history.add()
+    history.add(most=1)
     history.claim()
     history.end(state="dead")
     history.change(1, history.now_of(1)._replace(state="ready", attempts=0), writer(A, "commit"))
@@ -724,7 +648,7 @@ def refunded_by_a_cancellation(history: History) -> None:
 
 
 def retried_with_old_attempts(history: History) -> None:
-    history.add()
+    history.add(kind="refuse")
     history.claim()
     history.end(state="dead")
     history.change(1, history.now_of(1)._replace(state="ready"), OPERATOR)
@@ -737,6 +661,87 @@ def refunded_while_it_waited(history: History) -> None:
     history.claim()
     history.end()
     history.change(1, history.now_of(1)._replace(attempts=0), writer(A, "commit"))
+    history.claim()
+    history.succeed()
+
+
+def buried_with_attempts_left(history: History) -> None:
+    history.add(most=2)
+    history.claim()
+    history.end(state="dead")
+
+
+def given_back_at_the_price_of_an_attempt(history: History) -> None:
+    """A release that looks like a failure, which would have left a word."""
+    history.add()
+    history.claim()
+    history.end()
+    history.failures = []
+    history.claim()
+    history.succeed()
+
+
+def reaped_without_a_word(history: History) -> None:
+    taken_over_after_expiry(history)
+    history.failures = []
+
+
+def given_back_and_on_record_as_failed(history: History) -> None:
+    history.add()
+    history.claim()
+    history.end(attempts=-1)
+    history.failures.append((1, 101))
+    history.claim()
+    history.succeed()
+
+
+def given_back_to_the_end_of_the_queue(history: History) -> None:
+    history.add()
+    history.claim()
+    history.end(attempts=-1, old_due=5, new_due=9)
+    history.claim()
+    history.succeed()
+
+
+def crash_not_counted(history: History) -> None:
+    history.add()
+    history.claim()
+    history.expire()
+    history.reap(crashes=0)
+    history.claim()
+    history.succeed()
+
+
+def crash_not_counted_long_after_its_process_was_seen(history: History) -> None:
+    history.add()
+    history.claim()
+    history.expire()
+    history.reap(crashes=0, owner_until=history.now, owner_seen=history.now - LEASE)
+    history.claim()
+    history.succeed()
+
+
+def crash_counted_though_its_process_lives(history: History) -> None:
+    history.add()
+    history.claim()
+    history.expire()
+    history.reap(crashes=1, owner_until=history.now + 2 * SECOND, owner_seen=history.now - 3 * SECOND)
+    history.claim()
+    history.succeed()
+
+
+def crash_forgotten_by_a_cancellation(history: History) -> None:
+    history.add()
+    history.claim()
+    history.expire()
+    history.reap()
+    history.claim()
+    history.end(state="cancelled", by=OPERATOR, crashes=-1)
+
+
+def crash_forgotten_by_a_retry(history: History) -> None:
+    dead_of_crashes(history)
+    history.change(1, history.now_of(1)._replace(state="ready", attempts=0, crashes=0), OPERATOR)
     history.claim()
     history.succeed()
 
@@ -801,6 +806,16 @@ BAD: list[tuple[Callable[[History], None], set[str]]] = [
     (row_that_is_not_as_recorded, {"unbroken"}),
     (gap_in_the_history, {"unbroken"}),
     (came_running, {"unbroken"}),
+    (buried_with_attempts_left, {"used_up"}),
+    (given_back_at_the_price_of_an_attempt, {"attempts"}),
+    (reaped_without_a_word, {"attempts"}),
+    (given_back_and_on_record_as_failed, {"attempts"}),
+    (given_back_to_the_end_of_the_queue, {"deploy"}),
+    (crash_not_counted, {"crashes"}),
+    (crash_not_counted_long_after_its_process_was_seen, {"crashes"}),
+    (crash_counted_though_its_process_lives, {"crashes"}),
+    (crash_forgotten_by_a_cancellation, {"crashes"}),
+    (crash_forgotten_by_a_retry, {"crashes"}),
 ]
 
 
@@ -818,6 +833,14 @@ def lease(holder: str, fence: int, expires: int, released: int | None = None) ->
     return LeaseStanding(holder, fence, expires * SECOND, None if released is None else released * SECOND)
 
 
+def lease_change(
+    seq: int, at: int, resource: str, old: LeaseStanding | None, new: LeaseStanding | None, *, by: str | None = None
+) -> LeaseChange:
+    """By its holder, if nobody else is named."""
+    moment = at * SECOND
+    return LeaseChange(seq, moment, moment - 1000, seq, by or f"{new.holder if new else 't0-1'} leases", resource, old, new)
+
+
 PLACE = lease("t5-1", 0, 0, 0)
 HELD = lease("t5-1", 101, 5)
 LEASES: dict[str, tuple[Sequence[tuple[int, LeaseStanding | None]], set[str]]] = {
@@ -833,6 +856,7 @@ LEASES: dict[str, tuple[Sequence[tuple[int, LeaseStanding | None]], set[str]]] =
     "another holder under the same fence": ([(1, HELD), (2, lease("t7-1", 101, 7))], {"one_live_lease"}),
     "a fence that does not rise": ([(1, HELD), (6, lease("t7-1", 100, 9))], {"fence_rises"}),
     "a job's fence": ([(1, lease("t5-1", 55, 5))], {"fence_rises"}),
+    "below a job's fence before": ([(1, lease("t5-1", 54, 5))], {"fence_rises"}),
     "no fence": ([(1, lease("t5-1", 0, 5))], {"fence_rises"}),
     "renewed after expiry": ([(1, HELD), (6, lease("t5-1", 101, 9))], {"lease_by_holder"}),
     "renewed after the release": (
@@ -847,30 +871,63 @@ LEASES: dict[str, tuple[Sequence[tuple[int, LeaseStanding | None]], set[str]]] =
 def test_named_leases_are_judged_like_jobs(case: str) -> None:
     standings, rules = LEASES[case]
     history = History()
+    history.now = -100 * SECOND
     history.add()
     history.claim(fence=55)
     history.succeed()
     findings = Findings()
-    jobs = JobRules(findings)
+    jobs = JobRules(findings, KINDS)
     for change in history.changes:
         jobs.feed(change)
     changes, old = [], None
     for seq, (at, new) in enumerate(standings):
-        changes.append(LeaseChange(seq, at * SECOND, seq, "red", old, new))
+        changes.append(lease_change(seq, at, "red", old, new))
         old = new
     other_rules.check_leases(changes, findings, jobs.facts)
+    other_rules.check_fences(jobs.facts.draws, findings)
     assert broken(findings) == rules
 
 
 def test_a_lease_whose_history_has_a_gap_and_a_fence_of_another_lease_are_found() -> None:
     findings = Findings()
     changes = [
-        LeaseChange(1, SECOND, 1, "red", None, HELD),
-        LeaseChange(2, 2 * SECOND, 2, "red", HELD._replace(expires=1), HELD),
-        LeaseChange(3, SECOND, 1, "blue", None, HELD),
+        lease_change(1, 1, "red", None, HELD),
+        lease_change(2, 2, "red", HELD._replace(expires=1), HELD),
+        lease_change(3, 1, "blue", None, HELD),
     ]
     other_rules.check_leases(changes, findings, JobFacts())
     assert broken(findings) == {"unbroken", "lease_by_holder", "fence_rises"}
+
+
+@pytest.mark.parametrize(
+    ("by", "rules"),
+    [("t5-1 leases", set()), ("t5-1 pool", set()), ("t7-1 leases", {"lease_by_holder"}), ("t5-11 leases", {"lease_by_holder"})],
+)
+@pytest.mark.parametrize("holder", ["t5-1", "t5-1-0123abcd"])
+@pytest.mark.parametrize("change", ["acquired", "renewed", "released"])
+def test_a_named_lease_that_is_written_by_somebody_else_is_found(change: str, holder: str, by: str, rules: set[str]) -> None:
+    """Who has lost it renews and releases that of the next holder, under his name and his fence."""
+    held = HELD._replace(holder=holder)
+    new = {"acquired": held, "renewed": held._replace(expires=9 * SECOND), "released": held._replace(released=2 * SECOND)}[change]
+    changes = [lease_change(1, 1, "red", None, new, by=by)]
+    if change != "acquired":
+        changes = [lease_change(1, 1, "red", None, held, by="t5-1 pool"), lease_change(2, 2, "red", held, new, by=by)]
+    findings = Findings()
+    other_rules.check_leases(changes, findings, JobFacts())
+    assert broken(findings) == rules
+
+
+def test_fences_of_jobs_and_leases_are_judged_by_the_order_in_which_they_were_drawn() -> None:
+    first, later = Draw(0, SECOND, 101, "job 1"), Draw(2 * SECOND, 3 * SECOND, 100, "red")
+    for draws, rules in (
+        ([first, later], {"fence_rises"}),
+        ([later, first], {"fence_rises"}),
+        ([first, later._replace(fence=102)], set()),
+        ([first, later._replace(begun=SECOND // 2)], set()),  # at the same time: in whatever order
+    ):
+        findings = Findings()
+        other_rules.check_fences(draws, findings)
+        assert broken(findings) == rules
 
 
 def test_a_stale_fence_that_was_let_in_is_found() -> None:
@@ -888,7 +945,7 @@ def slot_job(slot: int, txid: int) -> Change:
     return Change(1, 0, 0, txid, "t4-1 generator", slot, f"generator:{slot}", "nothing", 5, None, None, None)
 
 
-HOLDS = [LeaseChange(1, SECOND, 1, "generator", None, lease("t4-1", 101, 9))]
+HOLDS = [lease_change(1, 1, "generator", None, lease("t4-1-0123abcd", 101, 9))]
 SLOTS: dict[str, tuple[list[Slots], list[Change], list[LeaseChange], set[str]]] = {
     "in order": ([Slots(1, 2 * SECOND, 7, 0, 2, 2)], [slot_job(1, 7), slot_job(2, 7)], HOLDS, set()),
     "skipped": ([Slots(1, 2 * SECOND, 7, 0, 2, 0)], [], HOLDS, set()),
@@ -910,6 +967,12 @@ SLOTS: dict[str, tuple[list[Slots], list[Change], list[LeaseChange], set[str]]] 
     "more said than made": ([Slots(1, 2 * SECOND, 7, 0, 2, 2)], [slot_job(1, 7)], HOLDS, {"slot_once"}),
     "without a lease": ([Slots(1, 2 * SECOND, 7, 0, 1, 1)], [slot_job(1, 7)], [], {"slot_once"}),
     "after the lease": ([Slots(1, 20 * SECOND, 7, 0, 1, 1)], [slot_job(1, 7)], HOLDS, {"slot_once"}),
+    "by somebody who has not got the lease": (
+        [Slots(1, 2 * SECOND, 7, 0, 1, 1)],
+        [slot_job(1, 7)._replace(writer="t6-1 generator")],
+        HOLDS,
+        {"slot_once"},
+    ),
     "without the mark": ([], [slot_job(1, 7)], HOLDS, {"slot_once"}),
 }
 
@@ -920,328 +983,6 @@ def test_a_slot_is_produced_once_under_the_lease_and_with_its_mark(case: str) ->
     findings = Findings()
     other_rules.check_slots(marks, leases, jobs, findings, resource="generator")
     assert broken(findings) == rules
-
-
-# --- what handlers wrote down
-
-OWNERS = {101: ("1", "t0-1"), 102: ("1", "t1-1")}
-
-
-FIRST = Run("1", 101, "effect", "t0-1", 1.0, 2.0)
-SECOND_RUN = Run("1", 102, "effect", "t1-1", 5.0, 6.0)
-
-
-@pytest.mark.parametrize(
-    ("noted", "rules"),
-    [
-        ([FIRST, SECOND_RUN], set()),
-        ([FIRST, FIRST._replace(started_at=3.0)], {"started_once"}),
-        ([FIRST._replace(fence=77)], {"started_once"}),
-        ([FIRST._replace(process="t1-1")], {"started_once"}),
-        ([FIRST._replace(subject="2")], {"started_once"}),
-    ],
-)
-def test_a_handler_starts_once_under_a_claim_of_its_process(noted: list[Run], rules: set[str]) -> None:
-    findings = Findings()
-    other_rules.check_runs(noted, findings, OWNERS)
-    assert broken(findings) == rules
-
-
-@pytest.mark.parametrize(
-    ("noted", "died_at", "excuses", "rules"),
-    [
-        ([FIRST, SECOND_RUN], {}, [], set()),
-        ([SECOND_RUN, FIRST], {}, [], set()),
-        ([FIRST._replace(ended_at=5.05), SECOND_RUN], {}, [], set()),
-        ([FIRST._replace(ended_at=5.5), SECOND_RUN], {}, [], {"told_to_stop"}),
-        ([FIRST._replace(ended_at=None), SECOND_RUN], {}, [], {"told_to_stop"}),
-        ([FIRST._replace(ended_at=None), SECOND_RUN], {"t0-1": 1.5}, [], set()),
-        ([FIRST._replace(ended_at=None), SECOND_RUN], {"t0-1": 9.0}, [], {"told_to_stop"}),
-        ([FIRST._replace(ended_at=5.5), SECOND_RUN], {}, [Excuse("t0-1", 2.0, 5.4)], set()),
-        ([FIRST._replace(ended_at=5.5), SECOND_RUN], {}, [Excuse("t1-1", 2.0, 5.4)], {"told_to_stop"}),
-        ([FIRST._replace(ended_at=5.5), SECOND_RUN], {}, [Excuse("t0-1", 0.0, 0.9)], {"told_to_stop"}),
-        ([FIRST._replace(ended_at=5.5, kind="deaf"), SECOND_RUN], {}, [], set()),
-        ([FIRST._replace(ended_at=5.5, fence=103), SECOND_RUN], {}, [], set()),
-    ],
-)
-def test_a_handler_has_stopped_before_the_next_attempt_starts(
-    noted: list[Run], died_at: dict[str, float], excuses: list[Excuse], rules: set[str]
-) -> None:
-    findings = Findings()
-    other_rules.check_stops(noted, findings, died_at=died_at, excuses=excuses, deaf_kinds={"deaf"}, cancelled={103})
-    assert broken(findings) == rules
-
-
-def claims(*suspects: int) -> dict[int, Claim]:
-    return {fence: Claim(1, "effect", "t0-1", 0, fence, fence in suspects) for fence in (101, 102, 103)}
-
-
-BESIDE = SECOND_RUN._replace(process="t0-1", started_at=1.5)
-
-
-@pytest.mark.parametrize(
-    ("noted", "suspects", "died_at", "rules"),
-    [
-        ([FIRST, BESIDE._replace(started_at=2.0)], (101, 102), {}, set()),
-        ([BESIDE, FIRST], (101, 102), {}, {"one_suspect"}),
-        ([FIRST, BESIDE], (101,), {}, set()),
-        ([FIRST, BESIDE._replace(process="t1-1")], (101, 102), {}, set()),
-        ([FIRST._replace(ended_at=None), BESIDE], (101, 102), {}, {"one_suspect"}),
-        ([FIRST._replace(ended_at=None), BESIDE], (101, 102), {"t0-1": 9.0}, {"one_suspect"}),
-    ],
-)
-def test_a_process_runs_one_suspect_at_a_time(
-    noted: list[Run], suspects: tuple[int, ...], died_at: dict[str, float], rules: set[str]
-) -> None:
-    findings = Findings()
-    other_rules.check_suspects(noted, findings, claims(*suspects), died_at)
-    assert broken(findings) == rules
-    assert findings.tried["one_suspect"] > 0
-
-
-@pytest.mark.parametrize(
-    ("started_at", "excuses", "rules"),
-    [
-        (11.0, [], set()),
-        (13.02, [], set()),
-        (13.2, [], {"live_start"}),
-        (14.9, [], set()),
-        (16.2, [], {"live_start"}),
-        (16.2, [Excuse("t0-1", 15.0, 16.5)], set()),
-        (16.2, [Excuse("t1-1", 15.0, 16.5)], {"live_start"}),
-        (16.2, [Excuse("t0-1", 11.0, 12.5)], {"live_start"}),
-    ],
-)
-def test_a_handler_starts_while_its_lease_is_live(started_at: float, excuses: list[Excuse], rules: set[str]) -> None:
-    """Claimed at 10 for 3 s; renewed, too late for whoever starts before, at 14 for 2 s."""
-    leases = {101: [(10 * SECOND, 13 * SECOND), (14 * SECOND, 16 * SECOND)]}
-    findings = Findings()
-    run = FIRST._replace(started_at=started_at, ended_at=started_at + 1)
-    other = run._replace(fence=7, kind="lease")
-    other_rules.check_starts([run, other], findings, leases=leases, excuses=excuses, database_us=lambda at: round(at * SECOND))
-    assert broken(findings) == rules
-    assert findings.tried["live_start"] == 1
-
-
-def test_the_leases_that_starts_are_judged_by_are_those_of_the_history() -> None:
-    history = History()
-    history.add()
-    history.claim()
-    history.renew()
-    rules = JobRules(Findings())
-    for change in history.changes:
-        rules.feed(change)
-    [(claimed, until), (renewed, later)] = rules.facts.leases[101]
-    assert (until - claimed, later - renewed) == (LEASE, LEASE)
-    assert renewed > claimed
-
-
-def test_a_claim_of_more_than_there_is_room_for_is_found() -> None:
-    one, other = Claim(1, "effect", "t1-1", 0, 1000, False), Claim(2, "effect", "t1-1", 0, 1000, False)
-    for taken, rules in (
-        ([one, other._replace(txid=1001)], set()),
-        ([one, other], {"room"}),
-        ([one, other._replace(process="t0-1")], set()),
-    ):
-        findings = Findings()
-        other_rules.check_room(taken, findings, most=lambda process: 1 if is_textbook(slot_of(process)) else 300)
-        assert broken(findings) == rules
-
-
-def test_a_process_that_stops_cleanly_and_leaves_a_job_behind_is_found() -> None:
-    stopped = {"t0-1": 10 * SECOND, "t1-1": 10 * SECOND}
-    findings = Findings()
-    earlier, others = Reap("t0-1", 9 * SECOND, 0), Reap("t2-1", 90 * SECOND, 0)
-    other_rules.check_deploys(stopped, [earlier, others], findings)
-    assert broken(findings) == set()
-    assert findings.tried["deploy"] == 2
-    other_rules.check_deploys(stopped, [Reap("t0-1", 13 * SECOND, 0)], findings)
-    assert broken(findings) == {"deploy"}
-
-
-@pytest.mark.parametrize(
-    ("events", "rules"),
-    [
-        (["started", "started", "shutdown", "job_succeeded"], set()),
-        (["started", "shutdown", "started"], {"no_start_after_shutdown"}),
-    ],
-)
-def test_no_handler_starts_after_the_shutdown_has_begun(events: Iterable[str], rules: set[str]) -> None:
-    findings = Findings()
-    other_rules.check_log("t0-1", [{"event": event} for event in events], findings, started="started", shutdown="shutdown")
-    assert broken(findings) == rules
-
-
-# --- how processes ended
-
-
-class Process:
-    """One that has ended."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-
-    def poll(self) -> int:
-        return self.status
-
-
-@pytest.mark.parametrize(
-    ("asked", "status", "took_seconds", "lived_seconds", "rules"),
-    [
-        ("term", 0, 2.0, 60.0, set()),
-        ("term", 75, 2.0, 60.0, set()),
-        ("kill", -9, 0.0, 60.0, set()),
-        ("term", -15, 0.1, 1.0, set()),
-        ("term", 0, 9.0, 60.0, {"exits"}),
-        ("term", 1, 2.0, 60.0, {"exits"}),
-        ("term", -15, 0.1, 60.0, {"exits"}),
-        ("nothing", 0, 0.0, 60.0, {"exits"}),
-        ("nothing", 1, 0.0, 60.0, {"exits"}),
-        ("nothing", -9, 0.0, 60.0, {"exits"}),
-    ],
-)
-def test_a_process_that_ends_otherwise_than_asked_is_found(
-    asked: Asked, status: int, took_seconds: float, lived_seconds: float, rules: set[str], tmp_path: Path
-) -> None:
-    life = Life(
-        "t0-1",
-        cast("Any", Process(status)),
-        None,
-        started_at=100.0 - lived_seconds,
-        asked=asked,
-        asked_at=100.0,
-        ended_at=100.0 + took_seconds,
-    )
-    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
-    slot.lives.append(life)
-    findings = Findings()
-    check_exits([slot], [], findings, lease_seconds=3)
-    assert broken(findings) == rules
-
-
-def test_who_comes_too_late_to_end_a_process_does_not_hide_that_it_ended_by_itself(tmp_path: Path) -> None:
-    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
-    slot.lives.append(Life("t0-1", cast("Any", Process(1)), None))
-    assert [slot.ask(asked).asked for asked in ("kill", "term")] == ["nothing", "nothing"]
-
-
-def test_a_process_that_has_ended_by_itself_is_neither_frozen_nor_a_fault_of_the_torture(tmp_path: Path) -> None:
-    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
-    process = subprocess.Popen(["true"])
-    process.wait()
-    slot.lives.append(Life("t0-1", process, None))
-    assert not asyncio.run(slot.freeze(0))
-
-
-def test_a_job_that_kills_its_process_explains_its_end(tmp_path: Path) -> None:
-    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
-    slot.lives.append(Life("t0-1", cast("Any", Process(-9)), None))
-    findings = Findings()
-    check_exits([slot], [FIRST._replace(kind=POISON)], findings, lease_seconds=3)
-    assert broken(findings) == set()
-
-
-def test_a_line_that_is_no_json_object_is_found_and_a_cut_one_at_the_end_is_not(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text('{"event": "a"}\n{"event": "b"}\n{"eve')
-    findings = Findings()
-    assert [entry["event"] for entry in read_log(log, "t0-1", findings)] == ["a", "b"]
-    assert broken(findings) == set()
-    log.write_text('{"event": "a"}\nTraceback\n[1]\n')
-    assert len(read_log(log, "t0-1", findings)) == 1
-    assert [breach.rule for breach in findings.breaches] == ["log_lines", "log_lines"]
-
-
-def test_what_was_noted_is_read_also_of_a_process_that_was_killed(tmp_path: Path) -> None:
-    notebook = Notebook(str(tmp_path / "notes"), "t0-1")
-    for fence in (5, 6):
-        notebook.write("start", subject="1", fence=fence, kind="effect")
-    notebook.write("end", subject="1", fence=5, kind="effect")
-    notebook.write("start", subject="1", fence=6, kind="effect")
-    ended, *unended = notes.read(tmp_path / "notes")
-    assert (ended.fence, ended.subject, ended.process) == (5, "1", "t0-1")
-    assert ended.ended_at is not None
-    assert ended.ended_at >= ended.started_at
-    assert [(run.fence, run.ended_at) for run in unended] == [(6, None), (6, None)]
-
-
-# --- how fast it came back
-
-
-def test_a_recovery_beyond_the_lease_and_two_seconds_is_found() -> None:
-    killed = [Killed("t0-1", 10 * SECOND, True), Killed("t1-1", 10 * SECOND, False)]
-    findings = Findings()
-    in_time = [
-        Reap("t0-1", 13 * SECOND, 0),
-        Reap("t0-1", 5 * SECOND, 0),
-        Reap("t1-1", 90 * SECOND, 0),
-        Reap("t2-1", 90 * SECOND, 0),
-    ]
-    assert timing.recovery(in_time, killed, findings, lease_seconds=3) == (1, 3.0, 3.0, 3.0, 5.0)
-    assert broken(findings) == set()
-    expired = [reap._replace(expired=12 * SECOND) for reap in timing.recovered(in_time, killed)]
-    assert timing.after_expiry(expired, reap_seconds=0.5) == (1, 1.0, 1.0, 1.0, 0.5)
-    timing.recovery([Reap("t0-1", 16 * SECOND, 0)], killed, findings, lease_seconds=3)
-    assert broken(findings) == {"recovery"}
-
-
-TEN = Usual(10, 10)
-
-
-def jobs(begin: float, seconds: float, *, per_second: float = 10) -> list[int]:
-    """Moments of completions, evenly; the first one after its share of time."""
-    return [round((begin + number / per_second) * SECOND) for number in range(1, int(seconds * per_second) + 1)]
-
-
-def returned(completed: list[int], *faults: Ended, usual: Usual = TEN) -> tuple[dict[str, timing.Returns], list[str]]:
-    findings = Findings()
-    found = timing.returns(completed, faults, findings, usual=usual)
-    return dict(found), [breach.text for breach in findings.breaches]
-
-
-def a_reset(began: float, ended: float, *, watched_seconds: float = 11) -> Ended:
-    return Ended("reset", round(began * SECOND), round(ended * SECOND), round((ended + watched_seconds) * SECOND))
-
-
-def test_the_return_is_the_end_of_the_first_full_second_after_the_fault() -> None:
-    before = jobs(90, 10)
-    assert returned(before + jobs(105, 20), a_reset(100, 105)) == ({"reset": (1, 1.0, 1.0, 10.0)}, [])
-    assert returned(before + jobs(109, 20), a_reset(100, 105)) == ({"reset": (1, 4.9, 4.9, 10.0)}, [])
-    # What was completed while the fault was in force does not count, nor does a rate below nine tenths.
-    assert returned(before + jobs(100, 5) + jobs(105, 3, per_second=1) + jobs(108, 9), a_reset(100, 105))[0]["reset"].worst == 3.8
-
-
-def test_a_throughput_that_does_not_come_back_in_time_is_found() -> None:
-    before = jobs(90, 10)
-    found, texts = returned(before + jobs(116, 20), a_reset(100, 105, watched_seconds=20))
-    assert found == {"reset": (1, 11.9, 11.9, 10.0)}
-    assert texts == ["reset: nine tenths of 10 jobs/s after 11.9 s"]
-    found, texts = returned(before + jobs(105, 60, per_second=8), a_reset(100, 105))
-    assert found == {"reset": (1, None, None, 10.0)}
-    assert texts == ["reset: nine tenths of 10 jobs/s after more"]
-    assert returned(before, a_reset(100, 105, watched_seconds=4)) == ({}, [])
-
-
-def test_a_fault_is_measured_by_the_seconds_before_it() -> None:
-    wide = Usual(10, 40)
-    twice = [*jobs(90, 10, per_second=20), *jobs(105, 60)]
-    assert returned(twice, a_reset(100, 105), usual=wide) == (
-        {"reset": (1, None, None, 20.0)},
-        ["reset: nine tenths of 20 jobs/s after more"],
-    )
-    # Not by a backlog that was caught up with, nor by what an earlier fault has left.
-    assert returned([*jobs(90, 10, per_second=90), *jobs(105, 60)], a_reset(100, 105)) == ({"reset": (1, 1.0, 1.0, 10.0)}, [])
-    assert returned([*jobs(90, 10, per_second=1), *jobs(105, 60, per_second=1)], a_reset(100, 105))[1] != []
-
-
-def test_the_returns_of_a_kind_have_a_median_and_a_worst() -> None:
-    ends = (105, 205, 305, 405)
-    completed = [moment for end, gap in zip(ends, (0, 2, 4, 9), strict=True) for moment in jobs(end - 15, 10) + jobs(end + gap, 20)]
-    faults = [a_reset(end - 5, end) for end in ends]
-    other = faults[0]._replace(fault="kill")
-    found, texts = returned(completed, *faults, other)
-    assert found == {"reset": (4, 2.9, 9.9, 10.0), "kill": (1, 1.0, 1.0, 10.0)}
-    assert texts == []
 
 
 def test_every_rule_has_a_history_that_breaks_it() -> None:

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from tests.processes import await_for
-from worker.store import audit
+from worker.store import pulse
 from worker.store.connection import Connection, Database
 from worker.torture import faults, running, suite
 from worker.torture.field import Field
@@ -67,7 +67,7 @@ async def everything_works(field: Field) -> None:
     """As many daemons as there are to be, and jobs that get done."""
 
     async def at_work(connection: Connection) -> bool:
-        completed, _ = await audit.count_completed(connection, field.operator.database, seconds=1.0)
+        completed, _ = await pulse.count_completed(connection, field.operator.database, seconds=1.0)
         return completed >= FEW
 
     await await_for(lambda: field.operator.patiently(SOON_SECONDS, at_work), SOON_SECONDS)

@@ -13,7 +13,7 @@ from worker import events
 from worker.store import audit, generating
 from worker.store.audit import FinalRow
 from worker.store.connection import Database
-from worker.torture import handlers, notes, other_rules, timing
+from worker.torture import end_rules, handlers, notes, other_rules, timing
 from worker.torture.breaches import RULES, Breach, Findings
 from worker.torture.daemons import MOST_AT_ONCE, REAP_SECONDS, check_exits, is_textbook, slot_of
 from worker.torture.field import Field
@@ -36,19 +36,22 @@ async def check(passed: Passed, wish: Wish, database: Database) -> tuple[Finding
     runs = list(notes.read(field.notes))
     connection = await database.connect("torture", statement_timeout_seconds=_STATEMENT_SECONDS)
     try:
-        rules = JobRules(findings)
+        rules = JobRules(findings, handlers.KINDS)
         async for change in audit.changes(connection, database):
             rules.feed(change)
-        rules.finish(
+        end_rules.check_end(
+            rules.facts,
+            findings,
+            handlers.KINDS,
             final=await audit.final_rows(connection, database),
             effects=await audit.effects(connection, database),
             ledger=await audit.ledger(connection, database),
+            failures=await audit.failures(connection, database),
             acknowledged=sorted(field.load.acknowledged),
-            kinds_with_effect=handlers.WITH_EFFECT,
-            kinds_with_next=handlers.WITH_NEXT,
         )
         lease_changes = await audit.lease_changes(connection, database)
         acquired = other_rules.check_leases(lease_changes, findings, rules.facts)
+        other_rules.check_fences(rules.facts.draws, findings)
         other_rules.check_guarded(await audit.guarded(connection, database), findings)
         other_rules.check_slots(
             await audit.slots(connection, database),
@@ -110,7 +113,15 @@ def _check_handlers(field: Field, runs: list[Run], findings: Findings, facts: Jo
     lives = [life for slot in field.slots for life in slot.lives]
     died_at = {life.name: life.ended_at for life in lives if life.ended_at is not None}
     excuses = [excuse for slot in field.slots for excuse in slot.excuses] + _blocked(runs)
-    other_rules.check_stops(runs, findings, died_at=died_at, excuses=excuses, deaf_kinds=handlers.DEAF, cancelled=facts.cancelled)
+    other_rules.check_stops(
+        runs,
+        findings,
+        died_at=died_at,
+        excuses=excuses,
+        deaf_kinds=handlers.DEAF,
+        cancelled=facts.cancelled,
+        taken_at={fence: field.local_moment(at) for fence, at in facts.taken.items()},
+    )
     other_rules.check_suspects(runs, findings, facts.claims, died_at)
     other_rules.check_starts(runs, findings, leases=facts.leases, excuses=excuses, database_us=field.database_us)
     cleanly = (life for life in lives if life.asked == "term" and life.process.poll() == 0 and life.ended_at is not None)

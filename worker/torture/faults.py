@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final
 
 from worker.clock import local_seconds
-from worker.store import audit, sabotage
+from worker.store import pulse, sabotage
 from worker.store.connection import DATABASE_ERRORS
 from worker.torture import handlers, notes, server_faults
 from worker.torture.daemons import GRACE_SECONDS, QUERY_SECONDS, Log, Slot
@@ -84,7 +84,7 @@ async def _until_done(field: Field, kind: str) -> None:
         await asyncio.sleep(field.lease_seconds / 8)
         with contextlib.suppress(*DATABASE_ERRORS):
             async with field.operator.session() as connection:
-                left = await audit.count_unfinished_of(connection, field.operator.database, kind=kind)
+                left = await pulse.count_unfinished_of(connection, field.operator.database, kind=kind)
 
 
 async def _poison(field: Field, chance: random.Random) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from worker.clock import local_seconds
-from worker.store import audit
+from worker.store import pulse
 from worker.store.connection import Connection
 from worker.torture.daemons import Life, Slot
 from worker.torture.load import Load, Operator
@@ -68,12 +68,16 @@ class Field:
     async def read_clock(self, connection: Connection) -> None:
         """Learn how far the database's clock is ahead of ours; needed for figures only."""
         before = local_seconds()
-        now = await audit.read_clock(connection)
+        now = await pulse.read_clock(connection)
         self._ahead_us = now - round((before + local_seconds()) / 2 * _US)
 
     def database_us(self, at: float | None = None) -> int:
         """A local moment (now, if none) by the database's clock."""
         return round((local_seconds() if at is None else at) * _US) + self._ahead_us
+
+    def local_moment(self, at: int) -> float:
+        """A moment of the database by our clock."""
+        return (at - self._ahead_us) / _US
 
     def note_kill(self, life: Life) -> None:
         self.killed.append(Killed(life.name, self.database_us(life.asked_at), alone=False))

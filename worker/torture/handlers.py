@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from worker.errors import Discard, Retry, Snooze
 from worker.handlers import Handlers
 from worker.job import Job
+from worker.torture.job_rules import Kinds
 from worker.torture.notes import NOTES, Notebook
 
 STARTED: Final = "torture_handler_started"
@@ -34,16 +35,23 @@ SNOOZE: Final = "torture.snooze"
 RETRY: Final = "torture.retry"
 DISCARD: Final = "torture.discard"
 READ: Final = "torture.read"
+SPOILT: Final = "torture.spoilt"
 BLOCK: Final = "torture.block"
 POISON: Final = "torture.poison"
 
-WITH_EFFECT: Final = frozenset({EFFECT, TRANSACTION, THREAD, CHAIN, FAIL, SNOOZE, RETRY, READ, BLOCK})
-WITH_NEXT: Final = frozenset({CHAIN})
+KINDS: Final = Kinds(
+    with_effect=frozenset({EFFECT, TRANSACTION, THREAD, CHAIN, FAIL, SNOOZE, RETRY, READ, BLOCK, SPOILT}),
+    with_next=frozenset({CHAIN}),
+    refusing=frozenset({DISCARD}),
+    snoozing=frozenset({SNOOZE}),
+)
 DEAF: Final = frozenset({THREAD, BLOCK})
 """Cannot be told to stop."""
 
 _SCHEMA = os.environ.get("WORKER_SCHEMA", "public").replace('"', '""')
 INSERT: Final = f'INSERT INTO "{_SCHEMA}".torture_effects (key, job_id, fence) VALUES ($1, $2, $3)'
+SPOILT_INSERT: Final = INSERT.replace("$3", "('spoilt under fence ' || $3::bigint)::bigint")
+"""What the server says of it names the fence."""
 
 handlers = Handlers()
 _notebook = Notebook(os.environ.get(NOTES, os.devnull), os.environ.get("WORKER_NAME", "nobody"))
@@ -154,6 +162,21 @@ async def retry(job: Job[Payload]) -> dict[str, int]:
 async def discard(job: Job[Payload]) -> None:
     with _noted(job):
         raise Discard(f"refused under fence {job.fence}")
+
+
+@handlers.job(SPOILT, payload=Payload)
+async def spoilt(job: Job[Payload]) -> dict[str, object] | None:
+    """What it leaves cannot be written, whoever shares its transaction: an effect, a result, the text of an error."""
+    with _noted(job):
+        await asyncio.sleep(job.payload.seconds)
+        match job.attempt % 3:
+            case 0:
+                raise RuntimeError(f"asked to fail\0\ud800 under fence {job.fence}")
+            case 1:
+                job.effect(SPOILT_INSERT, job.key, job.id, job.fence)
+                return None
+            case _:
+                return {"fence": job.fence, "text": "\0"}
 
 
 @handlers.job(BLOCK, payload=Payload, timeout_seconds=120)

@@ -1,4 +1,4 @@
-"""The checker, as far as jobs are concerned: every recorded change against what SPEC calls guarantees. No I/O.
+"""The checker, change by change: each of each job against what SPEC calls guarantees. No I/O. What needs all of them: end_rules.
 
 Whoever wrote is known by the name of its session, which the torture chose (`t2-7 commit`: the seventh process of slot 2, its
 connection for commits); an owner is that process and eight hex digits.
@@ -6,22 +6,33 @@ connection for commits); an owner is that process and eight hex digits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from worker.store.audit import Change, EffectRow, FinalRow, LedgerRow, Standing
+from worker.store.audit import Change, Standing
 from worker.torture.breaches import Findings
 
 OPERATOR: Final = "torture"
 """The role of the torture's own sessions, which enqueue, cancel, retry and prune."""
 REAPER: Final = "reaper"
 TERMINAL: Final = frozenset({"succeeded", "dead", "cancelled"})
-GENERATED_KEY: Final = "auto:"
-NEXT: Final = "/next"
-"""What the key of a follow-up job ends with."""
 
 _FRESH = Standing("ready", None, 0, None, 0, 0)
+_JUST_NOW_US: Final = 1_000_000
+"""A presence that was written so shortly before a job was taken may have come behind the look at it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """What the handlers of each kind do."""
+
+    with_effect: Collection[str]
+    with_next: Collection[str]
+    """Enqueue a follow-up job."""
+    refusing: Collection[str]
+    """Refuse their jobs for good."""
+    snoozing: Collection[str]
 
 
 def process_of(owner: str | None) -> str | None:
@@ -74,6 +85,10 @@ class JobFacts:
     inserts: dict[int, Change] = field(default_factory=dict)
     """By job."""
     completed_at: list[int] = field(default_factory=list)
+    spent: list[Change] = field(default_factory=list)
+    """How attempts ended that were not given back, and did not succeed."""
+    refunded: list[Change] = field(default_factory=list)
+    """How attempts ended that were given back."""
     last: dict[int, Standing | None] = field(default_factory=dict)
     """By job: how its history ends; None: deleted."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -83,11 +98,12 @@ class JobFacts:
 
 
 class JobRules:
-    """Fed with every change, job by job and in order; then asked for the rest."""
+    """Fed with every change, job by job and in order; then `facts` are complete."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, findings: Findings, kinds: Kinds) -> None:
         self.facts = JobFacts()
         self._findings = findings
+        self._kinds = kinds
         self._previous: Change | None = None
         self._highest_fence = 0
         self._completed_in: int | None = None
@@ -151,10 +167,12 @@ class JobRules:
                     self.facts.cancelled.add(old.fence)
                 expect(_role(change) == OPERATOR, "owner_writes", "cancelled by somebody whom nobody asked", change)
                 expect(new.attempts == old.attempts, "attempts", "a cancellation changed the attempts", change)
+                expect(new.crashes == old.crashes, "crashes", "a cancellation changed the crashes", change)
             case (("dead" | "cancelled"), "ready"):
                 self.facts.count("retried")
                 expect(_role(change) == OPERATOR, "terminal", "made ready again by somebody whom nobody asked", change)
                 expect(new.attempts == 0, "attempts", "a retry gives fresh attempts", change)
+                expect(new.crashes == old.crashes, "crashes", "a retry changed the crashes", change)
             case "ready", "ready":
                 expect(old == new, "attempts", "a waiting job changed", change)
             case "succeeded", "succeeded":
@@ -209,7 +227,12 @@ class JobRules:
         expect((old.until or 0) <= change.at, "one_live_lease", "taken away while the lease was live", change)
         expect(new.attempts == old.attempts, "attempts", "an attempt whose lease expired is spent", change)
         expect(old.crashes <= new.crashes <= old.crashes + 1, "crashes", "more than one crash at a time", change)
+        if change.owner_seen is None or change.owner_seen < change.begun - _JUST_NOW_US:
+            has_gone = change.owner_until is None or change.owner_until <= change.begun
+            text = "its process has gone, and no crash was counted" if has_gone else "a crash was counted, and its process lives"
+            expect((new.crashes > old.crashes) == has_gone, "crashes", text, change)
         expect((new.state == "dead") == (old.attempts >= change.max_attempts), "used_up", "reaped into the wrong state", change)
+        self.facts.spent.append(change)
         self.facts.reaps.append(Reap(process_of(old.owner) or "", change.at, old.until or 0))
         self.facts.taken[old.fence] = change.at
 
@@ -223,86 +246,20 @@ class JobRules:
             new.attempts == old.attempts or (refunded and new.state == "ready"), "attempts", "neither spent nor refunded", change
         )
         expect(new.crashes == old.crashes, "crashes", "its own process counted a crash", change)
+        for_good = old.attempts >= change.max_attempts or change.kind in self._kinds.refusing
+        expect(new.state == "ready" or for_good, "used_up", "buried with attempts left", change)
+        if refunded:
+            self.facts.refunded.append(change)
+            kept = change.new_due == change.old_due or change.kind in self._kinds.snoozing
+            expect(kept, "deploy", "given back, and not to its place in the queue", change)
+        else:
+            self.facts.spent.append(change)
         self._said(change, old)
 
     def _said(self, change: Change, of: Standing) -> None:
         if change.said_fence is not None:
             expect = self._findings.expect
             expect(change.said_fence == of.fence, "own_outcome", f"what attempt {change.said_fence} said is filed here", change)
-
-    # --- all of them together
-
-    def finish(
-        self,
-        *,
-        final: Sequence[FinalRow],
-        effects: Sequence[EffectRow],
-        ledger: Sequence[LedgerRow],
-        acknowledged: Iterable[int],
-        kinds_with_effect: Collection[str],
-        kinds_with_next: Collection[str],
-    ) -> None:
-        """After the last change: what needs more than one job's history. `acknowledged`: ids that an enqueue has answered with."""
-        self._fences_rise_over_time()
-        self._all_have_ended(final, acknowledged)
-        self._effects(effects, ledger, kinds_with_effect)
-        self._follow_ups(kinds_with_next)
-
-    def _fences_rise_over_time(self) -> None:
-        """A fence drawn in a transaction that began after another one was drawn is the higher one, whoever they belong to."""
-        earlier = sorted(self.facts.draws, key=lambda draw: draw.at)
-        position, highest = 0, None
-        for draw in sorted(self.facts.draws):
-            while position < len(earlier) and earlier[position].at < draw.begun:
-                if highest is None or earlier[position].fence > highest.fence:
-                    highest = earlier[position]
-                position += 1
-            self._findings.expect(
-                highest is None or highest.fence < draw.fence, "fence_rises", "a later claim has a lower fence", highest, draw
-            )
-
-    def _all_have_ended(self, final: Sequence[FinalRow], acknowledged: Iterable[int]) -> None:
-        expect = self._findings.expect
-        last = self.facts.last
-        for row in final:
-            expect(last.get(row.id) == row.standing, "unbroken", "the row is not as its history ends", last.get(row.id), row)
-            expect(row.standing.state in TERMINAL, "not_lost", "it has not ended", row)
-        there = {row.id for row in final}
-        for id in acknowledged:
-            if id in there:
-                continue
-            recorded = id in last
-            expect(recorded, "not_lost", f"job {id} was acknowledged, and its row was never committed")
-            expect(not recorded or last[id] is None, "not_lost", f"job {id} is gone, and nobody deleted it", last.get(id))
-
-    def _effects(self, effects: Sequence[EffectRow], ledger: Sequence[LedgerRow], kinds: Collection[str]) -> None:
-        expect = self._findings.expect
-        entered = {row.key: row for row in ledger}
-        first: dict[str, EffectRow] = {}
-        for effect in effects:
-            other = first.setdefault(effect.key, effect)
-            expect(other is effect, "effect_once", "applied a second time", other, effect)
-            done = (effect.txid, effect.job_id, effect.fence) in self.facts.completions
-            expect(done, "effect_with_completion", "no completion of that attempt in that transaction", effect)
-            if not effect.key.startswith(GENERATED_KEY):
-                row = entered.get(effect.key)
-                own = row is not None and (row.job_id, row.fence) == (effect.job_id, effect.fence)
-                expect(own, "ledger", "the key is missing, or entered by somebody else", effect, row)
-        for change in self.facts.completions.values():
-            if change.kind in kinds:
-                expect(change.key in first, "effect_iff_succeeded", "succeeded without its effect", change)
-
-    def _follow_ups(self, kinds: Collection[str]) -> None:
-        expect = self._findings.expect
-        entered = {change.key: change for change in self.facts.inserts.values() if change.key.endswith(NEXT)}
-        done: dict[str, set[int]] = {}
-        for change in self.facts.completions.values():
-            if change.kind in kinds:
-                done.setdefault(change.key, set()).add(change.txid)
-                expect(change.key + NEXT in entered, "outbox", "succeeded without its follow-up job", change)
-        for key, change in entered.items():
-            own = change.txid in done.get(key.removesuffix(NEXT), set())
-            expect(own, "outbox", "enqueued apart from the completion", change)
 
 
 def _role(change: Change) -> str:

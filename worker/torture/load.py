@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, TypeVar
 
 from worker.clock import local_seconds
-from worker.store import audit, sabotage
+from worker.store import pulse, sabotage
+from worker.store.bulk import enqueue_many
 from worker.store.connection import DATABASE_ERRORS, Connection, Database
-from worker.store.enqueueing import enqueue_many
 from worker.torture import handlers
 from worker.torture.job_rules import OPERATOR
 
@@ -33,7 +33,7 @@ _REMEMBERED: Final = 4_000
 # Kind, how many in a hundred, and how long it takes at most.
 _MIX: Final = (
     (handlers.EFFECT, 38, 0.3),
-    (handlers.NOTHING, 20, 0.3),
+    (handlers.NOTHING, 18, 0.3),
     (handlers.TRANSACTION, 12, 0.2),
     (handlers.CHAIN, 8, 0.1),
     (handlers.THREAD, 5, 0.2),
@@ -42,6 +42,7 @@ _MIX: Final = (
     (handlers.SNOOZE, 3, 0.3),
     (handlers.RETRY, 2, 0.2),
     (handlers.DISCARD, 1, 0.0),
+    (handlers.SPOILT, 2, 0.05),
 )
 _SLOW_IN_A_HUNDRED: Final = 8
 
@@ -128,7 +129,7 @@ class Load:
             count, owed = int(owed), owed % 1
             try:
                 async with self._application.session() as connection:
-                    ready, _ = await audit.count_unfinished(connection, self._database)
+                    ready, _ = await pulse.count_unfinished(connection, self._database)
                 if ready < _MOST_WAITING:
                     await self._send([self._any_job() for _ in range(count)])
             except DATABASE_ERRORS:
@@ -151,6 +152,8 @@ class Load:
         # One that fails more often than it may is to end dead.
         failures = chance.randint(1, 6) if kind == handlers.FAIL else 0
         job = self._job(kind, seconds=round(seconds, 3), failures=failures)
+        if kind == handlers.SPOILT and chance.random() < 0.3:
+            job["payload"] = {"seconds": "soon"}  # which its handler cannot read
         if kind != handlers.CHAIN and chance.random() < 0.5:
             del job["key"]  # a generated one, which leaves no row in the ledger
         return job | {"priority": chance.choice((0, 0, 0, 5))}

@@ -10,12 +10,14 @@ from typing import Final, NamedTuple
 
 from worker.store.audit import Change, GuardedRow, LeaseChange, LeaseStanding, Slots
 from worker.torture.breaches import Findings
-from worker.torture.job_rules import Claim, JobFacts, Reap
+from worker.torture.job_rules import Claim, Draw, JobFacts, Reap, process_of
 
 # A named lease is judged by clock_timestamp() within the statement, a little before the trigger reads it.
 _BETWEEN_READINGS_US: Final = 50_000
 _TELLING_SECONDS: Final = 0.1
 """A cancelled handler has to get its turn before it can end."""
+_TAKEN_SECONDS: Final = 1.0
+"""So long after its job was taken nobody may be at it; it should have stopped before that."""
 
 
 def check_leases(changes: Iterable[LeaseChange], findings: Findings, facts: JobFacts) -> dict[int, tuple[str, str | None]]:
@@ -33,6 +35,9 @@ def check_leases(changes: Iterable[LeaseChange], findings: Findings, facts: JobF
         before = None if previous is None else previous.new
         expect(change.old == before, "unbroken", "this lease did not come from there", previous, change)
         previous = change
+        if change.new is not None:
+            own = _is_of(change.writer, change.new.holder)
+            expect(own, "lease_by_holder", "written by somebody who is not its holder", change)
         if change.new is None:
             over = change.old is None or _is_over(change.old, change.at)
             expect(over, "one_live_lease", "a live lease was deleted", change)
@@ -48,6 +53,7 @@ def check_leases(changes: Iterable[LeaseChange], findings: Findings, facts: JobF
             other = facts.claims.get(new.fence) or acquired.get(new.fence)
             expect(other is None, "fence_rises", "the fence was given to somebody else as well", change, other)
             acquired[new.fence] = (change.resource, new.holder)
+            facts.draws.append(Draw(change.begun, change.at, new.fence, change.resource))
             highest = max(highest, new.fence)
             continue
         expect(new.holder == old.holder, "one_live_lease", "another holder under the same fence", change)
@@ -56,6 +62,26 @@ def check_leases(changes: Iterable[LeaseChange], findings: Findings, facts: JobF
         live = old.released is None and old.expires > change.at - _BETWEEN_READINGS_US
         expect(live, "lease_by_holder", f"{what} after it was over", change)
     return acquired
+
+
+def _is_of(session: str, holder: str) -> bool:
+    """Whether the session belongs to the holder: a process that is called so, or an instance with eight hex digits behind it."""
+    return session.partition(" ")[0] in (holder, process_of(holder))
+
+
+def check_fences(draws: Iterable[Draw], findings: Findings) -> None:
+    """A fence drawn in a transaction that began after another one was drawn is the higher one, whoever they belong to: jobs and
+    named leases draw from one sequence."""
+    draws = list(draws)
+    earlier = sorted(draws, key=lambda draw: draw.at)
+    position, highest = 0, None
+    for draw in sorted(draws):
+        while position < len(earlier) and earlier[position].at < draw.begun:
+            if highest is None or earlier[position].fence > highest.fence:
+                highest = earlier[position]
+            position += 1
+        rises = highest is None or highest.fence < draw.fence
+        findings.expect(rises, "fence_rises", "drawn later, and lower", highest, draw)
 
 
 def _is_over(standing: LeaseStanding, at: int) -> bool:
@@ -90,6 +116,8 @@ def check_slots(
         live = held is not None and not _is_over(held, mark.at - _BETWEEN_READINGS_US)
         # Who changes what is wanted moves the mark as well, and produces nothing.
         expect(live or not jobs, "slot_once", "produced without a live lease", mark, held)
+        own = held is not None and all(_is_of(job.writer, held.holder) for job in jobs)
+        expect(own or not jobs, "slot_once", "produced by somebody who has not got the lease", mark, held, *jobs[:5])
         previous = mark
     for jobs in made.values():
         expect(False, "slot_once", "produced without moving the mark", *jobs[:5])
@@ -198,8 +226,10 @@ def check_stops(
     excuses: Sequence[Excuse],
     deaf_kinds: Collection[str],
     cancelled: Collection[int],
+    taken_at: Mapping[int, float],
 ) -> None:
-    """What can be told to stop has stopped before the next one for the same subject starts.
+    """What can be told to stop has stopped before the next one for the same subject starts; and if none does, soon after its job
+    was taken. `taken_at`: by fence, in local seconds.
 
     Not those in `cancelled`, by fence: whoever cancels a job and retries it at once does not wait for the first attempt to hear.
     """
@@ -207,17 +237,23 @@ def check_stops(
     for run in runs:
         by_subject.setdefault(run.subject, []).append(run)
     by_process = _by_process(excuses)
+
+    def has_stopped(run: Run, by: float) -> bool:
+        ends = [moment for moment in (run.ended_at, died_at.get(run.process)) if moment is not None]
+        excused = any(excuse.begin <= by and excuse.end >= run.started_at for excuse in by_process.get(run.process, []))
+        return excused or (bool(ends) and min(ends) <= by + _TELLING_SECONDS)
+
     for attempts in by_subject.values():
         attempts.sort(key=lambda run: run.started_at)
-        for run, following in itertools.pairwise(attempts):
+        for run, following in itertools.zip_longest(attempts, attempts[1:]):
             if run.kind in deaf_kinds or run.fence in cancelled:
                 continue
-            ends = [moment for moment in (run.ended_at, died_at.get(run.process)) if moment is not None]
-            in_time = bool(ends) and min(ends) <= following.started_at + _TELLING_SECONDS
-            excused = any(
-                excuse.begin <= following.started_at and excuse.end >= run.started_at for excuse in by_process.get(run.process, [])
-            )
-            findings.expect(in_time or excused, "told_to_stop", "still running when the next one started", run, following)
+            if following is not None:
+                in_time = has_stopped(run, following.started_at)
+                findings.expect(in_time, "told_to_stop", "still running when the next one started", run, following)
+            if run.fence in taken_at:
+                in_time = has_stopped(run, taken_at[run.fence] + _TAKEN_SECONDS)
+                findings.expect(in_time, "told_to_stop", "still running when its job had long been taken", run)
 
 
 def _by_process(excuses: Iterable[Excuse]) -> Mapping[str, Sequence[Excuse]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from worker.clock import local_seconds
-from worker.store import audit, generating, sabotage, schema
+from worker.store import generating, pulse, recording, sabotage, schema
 from worker.store.connection import DATABASE_ERRORS, Connection, Database, safe_text
 from worker.torture import plan as plans
 from worker.torture.daemons import Slot, daemon_environ
@@ -105,7 +105,7 @@ async def _install(database: Database, *, own: bool) -> None:
     connection = await database.connect("torture", statement_timeout_seconds=_MIGRATE_SECONDS)
     try:
         await schema.migrate(connection, database.schema)
-        await audit.install(connection, database)
+        await recording.install(connection, database)
         if own:
             await sabotage.make_daemon_role(connection, database)
     finally:
@@ -183,7 +183,7 @@ async def _wait_until_ready(field: Field) -> None:
     until = local_seconds() + _START_SECONDS
     while True:
         async with field.operator.session() as connection:
-            if await audit.count_processes(connection, field.operator.database) >= len(field.daemons):
+            if await pulse.count_processes(connection, field.operator.database) >= len(field.daemons):
                 return
         for slot in field.slots:
             if slot.has_ended():
@@ -232,7 +232,7 @@ async def _torture(wish: Wish, field: Field, usual: Usual, say: Callable[[str], 
 
 async def _completed(connection: Connection, field: Field) -> float:
     """Jobs a second, lately."""
-    completed, _ = await audit.count_completed(connection, field.operator.database, seconds=BEFORE_SECONDS)
+    completed, _ = await pulse.count_completed(connection, field.operator.database, seconds=BEFORE_SECONDS)
     return completed / BEFORE_SECONDS
 
 
@@ -244,7 +244,7 @@ async def _watch_return(field: Field, before_per_second: float) -> None:
         try:
             async with field.operator.session() as connection:
                 await field.read_clock(connection)
-                completed, _ = await audit.count_completed(connection, field.operator.database, seconds=WINDOW_SECONDS)
+                completed, _ = await pulse.count_completed(connection, field.operator.database, seconds=WINDOW_SECONDS)
         except DATABASE_ERRORS:
             continue
         if local_seconds() - started_at >= WINDOW_SECONDS and completed >= before_per_second * WINDOW_SECONDS * NINE_TENTHS:
@@ -256,7 +256,7 @@ async def _wait_for_quiet(field: Field) -> bool:
     they run one by one."""
 
     async def count(connection: Connection) -> int:
-        return sum(await audit.count_unfinished(connection, field.operator.database))
+        return sum(await pulse.count_unfinished(connection, field.operator.database))
 
     begin = local_seconds()
     fewest, since = math.inf, begin

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from worker.clock import local_seconds
-from worker.store import audit, sabotage
+from worker.store import pulse, sabotage
 from worker.store.connection import DATABASE_ERRORS
 from worker.torture.field import Field
 
@@ -62,7 +62,7 @@ async def _readonly(field: Field, chance: random.Random) -> bool:
                 await sabotage.set_server(connection, "default_transaction_read_only", "on")
             await asyncio.sleep(seconds)
             async with field.operator.session() as connection:
-                completed, _ = await audit.count_completed(connection, field.operator.database, seconds=seconds / 2)
+                completed, _ = await pulse.count_completed(connection, field.operator.database, seconds=seconds / 2)
         except DATABASE_ERRORS:
             pass
         finally:
