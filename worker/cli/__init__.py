@@ -28,6 +28,7 @@ from worker.version import VERSION
 EX_UNAVAILABLE = 69
 EX_CONFIG = 78
 _INSUFFICIENT_PRIVILEGE = "42501"
+_IN_THE_WAY = ("40P01", "55P03")
 
 
 class Commands(TyperGroup):
@@ -65,6 +66,8 @@ def exit_statuses() -> Iterator[None]:
             raise _failure(EX_UNAVAILABLE, safe_text(error)) from None
         if code == _INSUFFICIENT_PRIVILEGE:
             raise _failure(EX_CONFIG, f"{safe_text(error)}: see deploy/grants.sql") from None
+        if code in _IN_THE_WAY:
+            raise _failure(1, f"{safe_text(error)}: another transaction is in the way, try again when it has ended") from None
         raise _failure(1, safe_text(error) + (f" (SQLSTATE {code})" if code else "")) from None
 
 

@@ -7,6 +7,7 @@ nor break a line.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -42,12 +43,21 @@ def print_line(text: str) -> None:
 def print_error(text: str) -> None:
     """One or more lines on standard error, each with the program's name."""
     for line in text.splitlines():
-        print(f"worker: {safe(line)}", file=sys.stderr)
+        _tell(f"worker: {safe(line)}")
 
 
 def print_note(text: str) -> None:
     """What a person likes to know and no program reads: on standard error."""
-    print(safe(text), file=sys.stderr)
+    _tell(safe(text))
+
+
+def _tell(line: str) -> None:
+    """On standard error; where nobody reads that any more, the exit status has to say it all."""
+    try:
+        print(line, file=sys.stderr)
+    except OSError:
+        # What is still buffered must not be tried again at exit, which would change the status.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def flush() -> None:

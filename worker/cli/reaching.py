@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import typer
 
-from worker.errors import SchemaError
 from worker.settings import Settings, load_settings
 from worker.store import schema
 from worker.store.connection import Connection, Database, SessionLimits
@@ -94,8 +93,8 @@ def with_schema(
     limit_seconds: float | None = COMMAND_SECONDS,
     session: Mapping[str, str] | None = None,
 ) -> T:
-    """What `work` returns, given a connection to a database that holds our schema. Raises SchemaError if it
-    does not.
+    """What `work` returns, given a connection to a database that holds our schema, in the version that this
+    program knows. Raises SchemaError if it does not.
 
     A private PostgreSQL gets the schema here: nobody else would give it one.
     """
@@ -105,10 +104,8 @@ def with_schema(
         async with asyncio.timeout(limit_seconds), connected(database, settings=session) as connection:
             if embedded:
                 await schema.migrate(connection, database.schema)
-            elif await schema.read_version(connection, database.schema) is None:
-                raise SchemaError(
-                    f"schema {database.schema!r} holds no tables of reliable-worker: apply them with `worker migrate`"
-                )
+            else:
+                await schema.require_version(connection, database.schema)
             return await work(connection, database, settings)
 
     with reach(embedded, data_dir) as settings:

@@ -8,7 +8,8 @@ from worker.cli.printing import print_json, print_line, print_rows
 from worker.cli.reaching import DataDir, Embedded, Json, with_schema
 from worker.settings import Settings
 from worker.store.connection import Connection, Database
-from worker.store.statistics import Backlog, Statistics, statistics
+from worker.store.figures import Backlog, Statistics
+from worker.store.statistics import statistics
 
 _TOTALS = ("ready", "scheduled", "running", "expired", "succeeded", "dead", "cancelled")
 _BACKLOG_HEAD = ("ready", "later", "running", "expired", "oldest s", "jobs/s", "failed/h")

@@ -168,6 +168,14 @@ async def verify(connection: asyncpg.Connection, schema_name: str) -> None:
     server_version = connection.get_server_version().major
     if server_version < OLDEST_SERVER_VERSION:
         raise SchemaError(f"PostgreSQL {server_version} is too old: {OLDEST_SERVER_VERSION} is the oldest supported")
+    await require_version(connection, schema_name)
+    faults = await _missing_parts(connection, schema_name)
+    if faults:
+        raise SchemaError(*faults)
+
+
+async def require_version(connection: asyncpg.Connection, schema_name: str) -> None:
+    """Return when the schema has the version that this program knows; nothing else is looked at. Raises SchemaError."""
     version = await read_version(connection, schema_name)
     if version is None:
         raise SchemaError(f"schema {schema_name!r} holds no tables of reliable-worker: apply them with `worker migrate`")
@@ -177,9 +185,6 @@ async def verify(connection: asyncpg.Connection, schema_name: str) -> None:
         )
     if version > SCHEMA_VERSION:
         raise SchemaError(_newer(schema_name, version))
-    faults = await _missing_parts(connection, schema_name)
-    if faults:
-        raise SchemaError(*faults)
 
 
 READ_MISSING_PARTS = """
