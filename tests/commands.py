@@ -9,10 +9,13 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from tests.processes import environment
 from worker import cli
@@ -66,6 +69,15 @@ def worker_at_a_terminal(*arguments: str, directory: Path, timeout_seconds: floa
             process.kill() if process.poll() is None and time.monotonic() > deadline else None
             os.close(ours)
     return process.returncode, shown.decode(errors="replace").replace("\r\n", "\n")
+
+
+def parse(arguments: Sequence[str]) -> None:
+    """Parse a `worker` command line without running it; usage errors rise."""
+    command: Any = typer.main.get_command(cli.app)
+    context = command.make_context("worker", list(arguments))
+    while hasattr(command, "resolve_command"):
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, list(rest), parent=context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
+from psycopg.rows import namedtuple_row
 
 import tests.fuzzing  # noqa: F401  (the profile of every test with generated input)
 from tests.generators import Fleet
+from tests.lease_rows import Db
 from tests.processes import Daemon, daemons
 from tests.servers import PrivateCluster, Server, private_clusters, session_server
 from tests.serving import Served, serving
@@ -69,6 +72,13 @@ def database_url(server: Server) -> Iterator[str]:
     """A fresh database with the schema, as superuser."""
     with server.database(template=server.template) as url:
         yield url
+
+
+@pytest.fixture
+def db(database_url: str) -> Iterator[Db]:
+    """A connection to the fresh database, in autocommit; rows have names."""
+    with psycopg.connect(database_url, autocommit=True, row_factory=namedtuple_row) as connection:
+        yield connection
 
 
 @pytest.fixture
@@ -139,6 +149,12 @@ def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def queue() -> str:
     """The name of a queue that no other test uses."""
     return f"queue-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def name() -> str:
+    """The name of a lease that no other test uses."""
+    return f"name-{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture

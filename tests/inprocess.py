@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import asyncpg
+import pytest
 
 from tests.processes import await_for
 from worker import Handlers, Settings, Worker, enqueue
@@ -18,7 +19,8 @@ from worker.events import ALL, Event
 from worker.store.connection import Connection, Database
 
 SHAPES: dict[str, dict[str, Any]] = {"batches": {}, "single": {"claim_batch": 1, "commit_batch": 1}}
-"""The default shape, and the textbook one: one claim statement and one transaction a job. Tests are parametrized with it."""
+"""The default shape, and the textbook one: one claim statement and one transaction a job."""
+both_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 _TERMINAL = ("succeeded", "dead", "cancelled")
 _QUICK = {
@@ -148,6 +150,18 @@ async def running(dsn: str, handlers: Handlers, *, schema: str = "public", **set
     async with seen(dsn, schema=schema) as run, Worker(handlers, quick(dsn, schema_name=schema, **settings)) as worker:
         run.worker = worker
         yield run
+
+
+TABLE = "CREATE TABLE applied (key text, fence bigint, note text)"
+APPLY = "INSERT INTO applied (key, fence) VALUES ($1, $2)"
+APPLIED = "SELECT key FROM applied ORDER BY key"
+"""A table for effects, one of them, and what has been committed."""
+
+
+async def expire(run: Run, id: int) -> None:
+    """What the reaper does when another process has taken the job away meanwhile: owner and fence move on."""
+    sql = "UPDATE jobs SET fence = nextval('fence_seq'), lease_owner = 'somebody-else' WHERE id = $1 AND state = 'running'"
+    assert await run.connection.execute(sql, id) == "UPDATE 1"
 
 
 async def connect(dsn: str) -> asyncpg.Connection:

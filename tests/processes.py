@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 LOOK_AGAIN_SECONDS = 0.02
 
@@ -23,7 +25,10 @@ T = TypeVar("T")
 
 
 def wait_for(fact: Callable[[], T], timeout_seconds: float = 10) -> T:
-    """The first true answer of `fact`, in which an AssertionError means: not yet. Fails after the time."""
+    """The first true answer of `fact`, in which an AssertionError means: not yet. Fails after the time.
+
+    What must hold all the while is noted in `fact` and asserted afterwards.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         answer, doubt = _ask(fact)
@@ -160,6 +165,27 @@ def daemons(directory: Path) -> Iterator[Callable[..., Daemon]]:
     finally:
         for process in started:
             process.kill()
+
+
+def below_a_namespace() -> tuple[str, ...]:
+    """What to start a command with for it to be process 1, as in a container; the test is skipped where that cannot be."""
+    unshare = shutil.which("unshare")
+    prefix = (unshare or "", "--fork", "--pid", "--mount-proc")
+    if unshare is None or subprocess.run((*prefix, "true"), capture_output=True, check=False).returncode:
+        pytest.skip("a process id namespace needs Linux, unshare, and root with all its rights")
+    return prefix
+
+
+def process_1_of(outer: Daemon) -> int:
+    """The process id, as seen from here, of the command that was started below a namespace."""
+    (inner,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
+    return inner
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used so far."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def environment(directory: Path, **variables: str) -> dict[str, str]:

@@ -13,18 +13,26 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 from psycopg import conninfo, sql
 
+from tests.processes import ROOT
 from worker.cluster import Cluster, start_or_adopt, temporary_cluster
 
-SCHEMA_SQL = Path(__file__).resolve().parent.parent / "schema.sql"
+SCHEMA_SQL = ROOT / "schema.sql"
 
 SETTINGS = {"max_connections": "300", "shared_preload_libraries": "pg_stat_statements"}
 DEFAULT_IMAGE = "postgres:17"
+
+# The server is shared, and pg_locks shows the locks of all databases, those of other tests too.
+WAIT_FOR_US = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))"
+"""How many sessions wait for a lock of the one that asks."""
+ADVISORY_LOCKS = """
+SELECT count(*) FROM pg_locks
+WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
 DOCKER_SECONDS = 3
 PULL_SECONDS = 30
 
@@ -119,6 +127,22 @@ def private_clusters() -> Iterator[Callable[..., PrivateCluster]]:
             return server
 
         yield make
+
+
+@contextlib.contextmanager
+def commits_wait_for_a_standby(url: str) -> Iterator[None]:
+    """On a server of one's own: every COMMIT is applied, and answered to nobody."""
+
+    def name_standby(name: str) -> None:
+        with psycopg.connect(url, autocommit=True, options="-c synchronous_commit=local") as other:
+            other.execute(sql.SQL("ALTER SYSTEM SET synchronous_standby_names = {}").format(sql.Literal(name)))
+            other.execute("SELECT pg_reload_conf()")
+
+    name_standby("ghost")
+    try:
+        yield
+    finally:
+        name_standby("")
 
 
 def _container(image: str) -> contextlib.AbstractContextManager[str] | None:

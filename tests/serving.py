@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,38 @@ def serving(directory: Path) -> Iterator[Callable[..., Served]]:
             one.close()
         for process in started:
             process.kill()
+
+
+@contextlib.contextmanager
+def eating(served: Served, *, every: int, method: str = "POST") -> Iterator[str]:
+    """The address of a proxy that passes every request on and loses the first of every `every` answers to `method`."""
+    count = 0
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _pass_on(self) -> None:
+            nonlocal count
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            answer = served.http.request(self.command, self.path, content=body, headers={"Content-Type": "application/json"})
+            if self.command == method:
+                count += 1
+                if count % every == 1:
+                    self.close_connection = True
+                    return
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_GET = do_POST = do_PUT = do_DELETE = _pass_on  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()

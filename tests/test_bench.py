@@ -138,7 +138,7 @@ def test_the_usual_scenarios_run_for_an_ordinary_role_and_leave_nothing_behind(
         busy = {name: value for name, value in ratios(document, "processes").items() if name.startswith("busy share")}
         assert len(busy) == 6
         assert all(0 <= value <= 1.1 for value in busy.values()), "a share; ticks are coarse"
-    assert len(ratios(document, "enqueue")) == 4
+    assert len(ratios(document, "enqueue")) == 5
     assert len(ratios(document, "history")) == 2
 
     assert document["plan"] == {

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 
 import pytest
 
 from tests.inprocess import running
-from tests.processes import Daemon, environment
-from tests.test_poison import Supervisor
-from tests.workplace import VARIABLES, Workplace
+from tests.processes import Daemon, below_a_namespace, environment
+from tests.workplace import VARIABLES, Supervisor, Workplace
 from worker.builtin import Chaos, builtin_handlers
 from worker.events import CHAOS_ENABLED
 
@@ -44,10 +42,7 @@ def test_a_job_that_crashes_every_process_ends_dead_after_its_attempts(workplace
 
 def test_a_crash_ends_process_1_of_a_container_too(workplace: Workplace) -> None:
     """The kernel keeps process 1 from being killed by its own signals."""
-    unshare = shutil.which("unshare")
-    if unshare is None or os.geteuid() != 0:
-        pytest.skip("a process id namespace needs unshare, and root")
-    command = (unshare, "--fork", "--pid", "--mount-proc", sys.executable, "-m", "worker", "run")
+    command = (*below_a_namespace(), sys.executable, "-m", "worker", "run")
     variables = environment(workplace.directory, DATABASE_URL=workplace.url, **VARIABLES | BUILT_IN, WORKER_CHAOS_CRASH="1")
     outer = Daemon(command, variables, workplace.directory, "process-1")
     try:

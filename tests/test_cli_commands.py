@@ -50,6 +50,28 @@ def test_a_database_without_our_schema_is_one_clear_line(empty_database_url: str
     assert result.stderr == "worker: schema 'public' holds no tables of reliable-worker: apply them with `worker migrate`\n"
 
 
+@pytest.mark.parametrize("command", [["run"], ["run", "--migrate"], ["generator", "run"], ["serve"]])
+def test_a_process_waits_for_an_absent_database_as_long_as_it_is_told_to(tmp_path: Path, command: list[str]) -> None:
+    about = {"DATABASE_URL": "postgresql://127.0.0.1:1/db", "WORKER_CONNECT_WAIT_SECONDS": "0.5"}
+    result = worker(*command, *(("--port", "0") if command == ["serve"] else ()), directory=tmp_path, **about)
+    assert result.returncode == 69
+    said = [entry["error"] for line in result.stdout.splitlines() if (entry := json.loads(line))["event"] == "database_lost"]
+    assert said[-1].startswith("no database within 0.5 s: cannot connect to")
+
+
+@pytest.mark.parametrize(("version", "said"), [(99, "knows only 1: a newer reliable-worker made it"), (0, "run `worker migrate`")])
+def test_a_schema_of_another_version_is_refused_by_every_command_that_works_on_it(
+    database_url: str, tmp_path: Path, version: int, said: str
+) -> None:
+    with psycopg.connect(database_url, autocommit=True) as connection:
+        connection.execute("UPDATE schema_version SET version = %s", [version])
+    for command in (["jobs", "list"], ["jobs", "retry", "1"], ["stats"], ["enqueue", "k", "1"], ["jobs", "prune"], ["check"]):
+        result = worker(*command, directory=tmp_path, DATABASE_URL=database_url)
+        assert result.returncode == 78
+        assert f"schema 'public' has version {version}, this program" in result.stderr
+        assert said in result.stderr
+
+
 @pytest.mark.parametrize("command", [["migrate"], ["jobs", "list"], ["stats", "--json"], ["check"], ["enqueue", "k", "1"]])
 def test_an_unreachable_database_is_69_without_its_password(tmp_path: Path, command: list[str]) -> None:
     url = "postgresql://me:s3cret-word@127.0.0.1:1/db"
@@ -191,6 +213,12 @@ def test_the_daemon_says_bad_settings_as_json_on_standard_output(tmp_path: Path)
         ["jobs", "show", "\udcff"],
         ["enqueue", "--file", "/nonexistent"],
         ["enqueue", "message", "1", "--file", "x"],
+        ["enqueue", "--file", "-", "--queue", "mail"],
+        ["enqueue", "--file", "-", "--key", "k"],
+        ["enqueue", "--file", "-", "--priority", "1"],
+        ["enqueue", "--file", "-", "--delay", "1"],
+        ["enqueue", "--file", "-", "--at", "2030-01-01T00:00:00Z"],
+        ["enqueue", "--file", "-", "--max-attempts", "1"],
         # Not due, so not there.
         ["bench", "nonsense"],
         ["stats", "--watch"],
@@ -335,6 +363,29 @@ def test_a_full_disk_is_a_clear_error(database_url: str, tmp_path: Path, command
     assert result.stderr == b"worker: cannot write the output: No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["jobs", "show", "1"], 1), (["jobs", "list"], 78), (["enqueue", "--file", "-"], 0)]
+)
+def test_a_standard_error_that_nobody_reads_leaves_the_exit_status_as_it_is(
+    database_url: str, tmp_path: Path, arguments: list[str], status: int
+) -> None:
+    workers = "none" if status == 78 else "1"
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "worker", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=environment(tmp_path, DATABASE_URL=database_url, WORKERS=workers),
+            timeout=30,
+        )
+    finally:
+        os.close(theirs)
+    assert (result.returncode, result.stdout) == (status, b"")
+
+
 ODD = "é\x1b[31mred\x07\u202eevil\nnew [bold]line"
 
 
@@ -424,9 +475,13 @@ finally:
 
 
 def test_check_names_each_fault_and_the_stop_time_out(server: Server, database_url: str, tmp_path: Path) -> None:
-    result = worker("check", directory=tmp_path, DATABASE_URL=database_url, WORKER_SHUTDOWN_GRACE_SECONDS="7")
+    checked = {"DATABASE_URL": database_url, "WORKER_SHUTDOWN_GRACE_SECONDS": "7", "WORKER_POOL_SIZE": "3"}
+    result = worker("check", directory=tmp_path, **checked)
     assert result.returncode == 0, result.stderr
-    for line in ("settings: valid", "schema: 'public', version 1", "grants: complete", "TLS: not in use"):
+    for line in (
+        *("settings: valid", "schema: 'public', version 1", "grants: complete", "TLS: not in use"),
+        "connections: at most 9 for `worker run`, 16 with --serve",
+    ):
         assert line in result.stdout.splitlines()
     assert "must allow more than 16 s" in result.stdout
     with role(server, database_url) as name:

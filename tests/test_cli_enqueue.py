@@ -9,7 +9,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.commands import worker, worker_at_a_terminal
+from tests.commands import worker, worker_at_a_terminal, worker_in_this_process
+from worker.cli import enqueue
+from worker.store.bulk import KeyVanished
 
 
 def rows(
@@ -127,6 +129,44 @@ def test_bytes_that_are_no_text_are_named_by_line(database_url: str, tmp_path: P
     result = worker("enqueue", "--file", "jobs.jsonl", directory=tmp_path, DATABASE_URL=database_url)
     assert result.returncode == 2
     assert "line 2: " in result.stderr
+    assert rows(database_url) == []
+
+
+def test_a_key_that_an_open_transaction_has_is_said_to_be_in_the_way_and_nothing_is_written(
+    database_url: str, tmp_path: Path
+) -> None:
+    with psycopg.connect(database_url) as other:
+        other.execute("INSERT INTO jobs (idempotency_key, payload) VALUES ('k', '1')")
+        for arguments in (["message", "1", "--key", "k"], ["--file", write(tmp_path, LINES)]):
+            result = worker("enqueue", *arguments, directory=tmp_path, DATABASE_URL=database_url)
+            assert (result.returncode, result.stdout) == (1, "")
+            assert "another transaction is in the way, try again when it has ended" in result.stderr
+        other.rollback()
+    assert rows(database_url) == []
+
+
+def test_a_long_file_is_one_transaction_without_parts_of_its_own(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 64 of them would slow down every snapshot that anybody takes meanwhile."""
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setattr(enqueue, "CHUNK_JOBS", 10)
+    lines = "".join(json.dumps({"payload": number, "key": f"k{number}"}) + "\n" for number in range(100))
+    result = worker_in_this_process("enqueue", "--file", "-", stdin=lines.encode())
+    assert (result.status, result.err) == (0, "100 jobs: 100 created, 0 there before\n")
+    with psycopg.connect(database_url) as connection:
+        assert connection.execute("SELECT count(DISTINCT xmin::text) FROM jobs").fetchone() == (1,)
+
+
+def test_a_key_that_comes_and_goes_meanwhile_is_said_and_nothing_is_written(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def vanished(*_: object, **__: object) -> None:
+        raise KeyVanished("k17")
+
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setattr(enqueue, "enqueue_part", vanished)
+    result = worker_in_this_process("enqueue", "--file", "-", stdin=b'{"payload": 1}\n')
+    assert (result.status, result.out) == (1, "")
+    assert result.err == "worker: key 'k17' came and went meanwhile; nothing was enqueued, try again\n"
     assert rows(database_url) == []
 
 

@@ -21,7 +21,7 @@ from worker.server_process import is_server
 from worker.server_programs import Account, programs_for, server_account
 
 AS_ROOT = os.geteuid() == 0
-only_root = pytest.mark.skipif(not AS_ROOT, reason="about what root's server may reach")
+only_root = pytest.mark.skipif(not AS_ROOT, reason="needs root: it is about what a server that root starts may reach")
 
 # Starts or adopts a cluster, says so, and lets go of it when its standard input ends.
 USER_PROGRAM = """

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.inprocess import SHAPES, quick, seen
+from tests.inprocess import both_shapes, quick, seen
 from tests.servers import Server, execute
 from worker import Handlers, Job, Snooze, Worker, enqueue_many, events
 from worker.store import pruning, reports
@@ -46,7 +46,7 @@ def everything() -> Handlers:
 
 
 @pytest.mark.parametrize("victims", ["commands", "workers"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@both_shapes
 async def test_whatever_meets_on_the_same_rows_nobody_is_told_of_a_deadlock(
     server: Server, database_url: str, shape: dict[str, Any], victims: str
 ) -> None:

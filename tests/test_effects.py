@@ -8,15 +8,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.inprocess import SHAPES, Run, quick, running, seen
+from tests.inprocess import SHAPES, Run, both_shapes, quick, running, seen
 from tests.processes import await_for
-from tests.servers import Server
+from tests.servers import ADVISORY_LOCKS, Server
 from worker import Handlers, Job, Worker, events
 
 TABLE = "CREATE TABLE applied (key text, note int)"
 APPLY = "INSERT INTO applied VALUES ($1, $2)"
-
-both_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 async def enqueue_many(run: Run, kind: str, count: int, **columns: Any) -> None:
@@ -197,7 +195,7 @@ async def test_a_job_that_reads_or_sets_something_leaks_nothing_into_its_neighbo
         await enqueue_many(run, "tenant", 20)
         async with Worker(handlers, quick(database_url, workers=20)):
             assert await all_ended(run) == {"succeeded": 20}
-            assert await run.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == 0
+            assert await run.value(ADVISORY_LOCKS) == 0
         rows = await run.connection.fetch("SELECT DISTINCT n, NULLIF(tenant, '') FROM seen")
         assert sorted(tuple(row) for row in rows) == [(n, str(n) if n % 2 else None) for n in range(1, 21)]
 
@@ -212,7 +210,7 @@ async def test_a_failed_job_that_took_a_session_lock_leaves_none(database_url: s
 
     async with running(database_url, handlers) as run:
         assert (await run.run("lock", max_attempts=1))["state"] == "dead"
-        assert await run.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == 0
+        assert await run.value(ADVISORY_LOCKS) == 0
 
 
 @both_shapes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,28 +14,28 @@ import pytest
 from psycopg.rows import namedtuple_row
 
 from tests.commands import worker
-from tests.generators import Fleet, Route
-from tests.processes import wait_for
-from tests.psql import psql
+from tests.generators import SLOW_MACHINE_SECONDS, Fleet, Route
+from tests.processes import below_a_namespace, process_1_of, wait_for
+from tests.psql import grant
 from tests.roles import role, url_as
 from tests.servers import Server
 from tests.workplace import Workplace
 
-ROOT = Path(__file__).resolve().parent.parent
-
 # --- stopping
 
 
-SLOW_INSERT = """
-CREATE TABLE ended (at timestamptz);
-CREATE FUNCTION be_slow() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    PERFORM pg_sleep(1);
-    INSERT INTO ended VALUES (clock_timestamp());
-    RETURN NULL;
-END $$;
-CREATE TRIGGER slow AFTER INSERT ON jobs FOR EACH STATEMENT EXECUTE FUNCTION be_slow();
-"""
+def slow_insert(seconds: float) -> str:
+    """Makes each production take so long, and notes when it had ended."""
+    return f"""
+        CREATE TABLE ended (at timestamptz);
+        CREATE FUNCTION be_slow() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM pg_sleep({seconds});
+            INSERT INTO ended VALUES (clock_timestamp());
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER slow AFTER INSERT ON jobs FOR EACH STATEMENT EXECUTE FUNCTION be_slow();
+    """
 
 
 def in_production(fleet: Fleet) -> bool:
@@ -49,7 +48,7 @@ def in_production(fleet: Fleet) -> bool:
 
 def test_a_leader_that_is_told_to_stop_releases_only_after_its_production_has_ended(fleet: Fleet) -> None:
     """H9."""
-    fleet.db.execute(SLOW_INSERT)
+    fleet.db.execute(slow_insert(1))
     leader = fleet.lead("--every", "0.5", WORKER_LEASE_SECONDS="6", WORKER_QUERY_TIMEOUT_SECONDS="3")
     other = fleet.stand_by(WORKER_LEASE_SECONDS="6", WORKER_QUERY_TIMEOUT_SECONDS="3")
     wait_for(lambda: in_production(fleet))
@@ -71,7 +70,7 @@ def test_a_production_that_is_locked_out_does_not_hold_up_the_stop(fleet: Fleet)
     with psycopg.connect(fleet.url) as other:
         other.execute("LOCK TABLE jobs IN SHARE MODE")
         leader.wait_for_event("generator_failed")
-        assert leader.stop(5) == 0
+        assert leader.stop() == 0  # the lock is still there
         assert leader.find("generator_released")
         other.rollback()
     fleet.lead()
@@ -84,7 +83,7 @@ def test_every_stop_signal_ends_leader_and_standby_with_0(fleet: Fleet, number: 
     leader, other = fleet.lead(), fleet.stand_by()
     for one in (other, leader):
         one.signal(number)
-        assert one.wait(5) == 0
+        assert one.wait() == 0
         assert [event["event"] for event in one.events][-1] == "shutdown_complete"
         assert one.find("shutdown_complete", status=0)
         assert one.stderr == ""
@@ -99,29 +98,26 @@ def test_signals_at_any_moment_of_the_start_end_it_with_0(fleet: Fleet) -> None:
             one.wait_for_event("generator_started")
         one.signal(signal.SIGTERM)
         one.signal(signal.SIGTERM)
-        assert one.wait(5) == 0
+        assert one.wait() == 0
     assert fleet.holder is None
 
 
 def test_a_second_signal_does_not_wait_for_a_production(fleet: Fleet) -> None:
-    fleet.db.execute(SLOW_INSERT.replace("pg_sleep(1)", "pg_sleep(2.5)"))
-    leader = fleet.lead(WORKER_LEASE_SECONDS="6", WORKER_QUERY_TIMEOUT_SECONDS="3")
+    fleet.db.execute(slow_insert(50))
+    leader = fleet.lead(WORKER_LEASE_SECONDS="120", WORKER_QUERY_TIMEOUT_SECONDS="60")
     wait_for(lambda: in_production(fleet))
     leader.signal(signal.SIGTERM)
     leader.wait_for_event("shutdown_started")
     leader.signal(signal.SIGTERM)
-    assert leader.wait(5) in (0, 75)
+    assert leader.wait() in (0, 75)
+    assert fleet.value("SELECT count(*) FROM ended") == 0
 
 
 def test_an_instance_as_process_1_stops_like_any_other(fleet: Fleet) -> None:
-    unshare = shutil.which("unshare")
-    if unshare is None or os.geteuid() != 0:
-        pytest.skip("a process id namespace needs unshare, and root")
-    outer = fleet.run_below((unshare, "--fork", "--pid", "--mount-proc"))
+    outer = fleet.run_below(below_a_namespace())
     outer.wait_for_event("generator_leader", pid=1)
-    (inner,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
-    os.kill(inner, signal.SIGTERM)
-    assert outer.wait(5) == 0
+    os.kill(process_1_of(outer), signal.SIGTERM)
+    assert outer.wait() == 0
     assert fleet.holder is None
 
 
@@ -182,7 +178,7 @@ def test_a_stop_that_gets_no_answer_ends_in_time_with_75(fleet: Fleet) -> None:
         route.cut()
         leader.signal(signal.SIGTERM)
         # Margin and two query time-outs.
-        assert leader.wait(5) == 75
+        assert leader.wait(3 + SLOW_MACHINE_SECONDS) == 75
     assert not leader.find("generator_released")
     assert leader.find("shutdown_complete", status=75)
 
@@ -202,8 +198,7 @@ def test_what_is_wrong_at_the_start_has_its_own_exit_status(fleet: Fleet, empty_
 def test_it_runs_with_the_grants_of_the_daemon_alone(fleet: Fleet, server: Server) -> None:
     with role(server, fleet.url) as name:
         fleet.db.execute("REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA public FROM PUBLIC")
-        granted = psql(fleet.url, "-v", f"daemon={name}", "-f", str(ROOT / "deploy" / "grants.sql"))
-        assert granted.returncode == 0, granted.stderr
+        grant(fleet.url, "daemon", name)
         leader = fleet.lead("--rate", "20", DATABASE_URL=url_as(name, fleet.url))
         fleet.wait_for_more(5)
         assert leader.stop() == 0
@@ -234,10 +229,9 @@ def test_start_and_stop_work_from_any_process(fleet: Fleet) -> None:
     for one in (leader, other):
         one.wait_for_event("generator_standby", reason="stopped")
     wait_for(lambda: fleet.holder is None)
-    time.sleep(0.3)  # six slots: not one of them
-    assert fleet.produced() == produced
     again = fleet.run()
     again.wait_for_event("generator_standby", reason="stopped")
+    assert fleet.produced() == produced
     started = json.loads(fleet.command("start", "--json").stdout)
     assert started["state"] == "STARTED"
     assert started["produced"] == produced
@@ -249,7 +243,7 @@ def test_start_and_stop_work_from_any_process(fleet: Fleet) -> None:
 
 
 def test_a_stop_waits_for_a_production_in_flight(fleet: Fleet) -> None:
-    fleet.db.execute(SLOW_INSERT.replace("pg_sleep(1)", "pg_sleep(2)"))
+    fleet.db.execute(slow_insert(2))
     fleet.lead(WORKER_LEASE_SECONDS="6", WORKER_QUERY_TIMEOUT_SECONDS="3")
     wait_for(lambda: in_production(fleet))
     stopped = fleet.command("stop", "--json")
@@ -269,11 +263,12 @@ def test_a_stop_that_came_before_the_first_instance_is_kept(fleet: Fleet) -> Non
 
 def test_a_changed_rate_reaches_the_leader_within_a_second(fleet: Fleet) -> None:
     leader = fleet.lead("--every", "3600")
-    time.sleep(0.2)
-    changed_at = time.monotonic()
+    before = fleet.produced()
     fleet.command("start", "--rate", "50", "--min", "0", "--max", "0")
     fleet.wait_for_more(5)
-    assert time.monotonic() - changed_at < 3  # the command itself takes most of it
+    # The spacing counts from the change: its first slot was at most 0.02 s later.
+    first_moment, first_late = fleet.slots()[before]
+    assert first_late.total_seconds() < 1 + SLOW_MACHINE_SECONDS, first_moment
     late = fleet.slots()[-5:]
     assert all(moment.microsecond % 20_000 == 0 for moment, _ in late)
     assert fleet.value("SELECT payload FROM jobs ORDER BY id DESC LIMIT 1") == {"sleep_duration_seconds": 0}
@@ -329,10 +324,10 @@ def test_status_is_a_table_of_lines_in_a_pipe_and_one_document_with_json(fleet: 
     ],
 )
 def test_options_that_cannot_be_meant_are_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    command = "run" if len(arguments) % 4 else "start"
-    done = worker("generator", command, *arguments, directory=tmp_path, DATABASE_URL="postgresql://127.0.0.1:1/x")
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
+    for command in ("run", "start"):
+        done = worker("generator", command, *arguments, directory=tmp_path, DATABASE_URL="postgresql://127.0.0.1:1/x")
+        assert done.returncode == 2, done.stderr
+        assert done.stdout == ""
 
 
 def test_a_payload_may_come_from_standard_input_or_a_file(fleet: Fleet) -> None:

@@ -12,13 +12,13 @@ import pytest
 
 from tests.commands import worker
 from tests.processes import Daemon, wait_for
-from tests.psql import psql
+from tests.psql import GRANTS, apply_by_psql, grant, psql
 from tests.roles import role, url_as
 from tests.servers import Server
 from worker.store import schema
-from worker.store.enqueueing import enqueue, enqueue_many, wait
-
-GRANTS = Path(__file__).resolve().parent.parent / "deploy" / "grants.sql"
+from worker.store.bulk import enqueue_many
+from worker.store.enqueueing import enqueue
+from worker.store.finished import wait
 
 HANDLERS = """
 from worker import Handlers
@@ -50,8 +50,7 @@ def daemon_role(server: Server, database_url: str) -> Iterator[str]:
             connection.execute(
                 "REVOKE ALL ON SCHEMA public FROM PUBLIC; REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA public FROM PUBLIC"
             )
-        granted = psql(database_url, "-v", f"daemon={name}", "-f", str(GRANTS))
-        assert granted.returncode == 0, granted.stderr
+        grant(database_url, "daemon", name)
         yield name
 
 
@@ -118,21 +117,20 @@ async def test_what_is_granted_is_what_verify_asks_for(database_url: str, daemon
             daemon_role,
         )
         assert len(granted) > 15
-        for grant in granted:
-            target = f"{'SEQUENCE' if grant['sort'] == 'sequence' else 'TABLE'} {grant['name']}"
-            await connection.execute(f"REVOKE {grant['privilege_type']} ON {target} FROM {daemon_role}; SET ROLE {daemon_role}")
+        for right in granted:
+            target = f"{'SEQUENCE' if right['sort'] == 'sequence' else 'TABLE'} {right['name']}"
+            await connection.execute(f"REVOKE {right['privilege_type']} ON {target} FROM {daemon_role}; SET ROLE {daemon_role}")
             with pytest.raises(schema.SchemaError) as refusal:
                 await schema.verify(connection, "public")
-            assert f"lacks {grant['privilege_type']} on the {grant['sort']} {grant['name']}" in str(refusal.value)
-            await connection.execute(f"RESET ROLE; GRANT {grant['privilege_type']} ON {target} TO {daemon_role}")
+            assert f"lacks {right['privilege_type']} on the {right['sort']} {right['name']}" in str(refusal.value)
+            await connection.execute(f"RESET ROLE; GRANT {right['privilege_type']} ON {target} TO {daemon_role}")
     finally:
         await connection.close()
 
 
 async def test_an_application_enqueues_and_waits_but_reads_nobodys_payload(server: Server, database_url: str) -> None:
     with role(server, database_url) as name:
-        granted = psql(database_url, "-v", f"application={name}", "-f", str(GRANTS))
-        assert granted.returncode == 0, granted.stderr
+        grant(database_url, "application", name)
         connection = await asyncpg.connect(url_as(name, database_url))
         try:
             job = await enqueue(connection, "message", {"message": "a"}, key="a")
@@ -154,8 +152,7 @@ async def test_an_application_enqueues_and_waits_but_reads_nobodys_payload(serve
 
 def test_an_application_enqueues_from_the_command_line_too(server: Server, database_url: str, tmp_path: Path) -> None:
     with role(server, database_url) as name:
-        granted = psql(database_url, "-v", f"application={name}", "-f", str(GRANTS))
-        assert granted.returncode == 0, granted.stderr
+        grant(database_url, "application", name)
         url = url_as(name, database_url)
         for arguments, stdin in ((("enqueue", "message", "1"), ""), (("enqueue", "--file", "-"), '{"payload": 1}')):
             result = worker(*arguments, stdin=stdin, directory=tmp_path, DATABASE_URL=url)
@@ -186,10 +183,14 @@ async def test_a_role_that_may_only_insert_can_enqueue_and_wakes_a_hungry_proces
 def test_grants_go_to_another_schema_and_to_nothing_without_roles(server: Server, empty_database_url: str) -> None:
     with psycopg.connect(empty_database_url, autocommit=True) as connection:
         connection.execute('CREATE SCHEMA "Odd-Name"')
-    applied = psql(empty_database_url, "-f", str(GRANTS.parent.parent / "schema.sql"), schema="Odd-Name")
+    applied = apply_by_psql(empty_database_url, "Odd-Name")
     assert applied.returncode == 0, applied.stderr
     with role(server, empty_database_url) as name:
-        granted = psql(empty_database_url, "-v", f"daemon={name}", "-v", "schema=Odd-Name", "-f", str(GRANTS))
-        assert granted.returncode == 0, granted.stderr
+        without_roles = psql(empty_database_url, "-v", "schema=Odd-Name", "-f", str(GRANTS))
+        assert (without_roles.returncode, without_roles.stderr) == (0, "")
+        with psycopg.connect(empty_database_url) as connection:
+            given = "SELECT count(*) FROM pg_class WHERE relnamespace = '\"Odd-Name\"'::regnamespace AND relacl IS NOT NULL"
+            assert connection.execute(given).fetchone() == (0,)
+        grant(empty_database_url, "daemon", name, schema="Odd-Name")
         with psycopg.connect(url_as(name, empty_database_url)) as connection:
             assert connection.execute('SELECT count(*) FROM "Odd-Name".jobs').fetchone() == (0,)

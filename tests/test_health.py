@@ -53,7 +53,7 @@ def beat(**changes: object) -> Heartbeat:
         (beat(written_at_seconds=NOW - 60, database_up=False), "no heartbeat for 60 s, database away"),
     ],
 )
-def test_a_heartbeat_means(heartbeat: Heartbeat, text: str) -> None:
+def test_a_heartbeat_is_judged_by_its_age_its_loop_and_its_claims(heartbeat: Heartbeat, text: str) -> None:
     verdict = judge(heartbeat, NOW, is_running=True)
     assert verdict.text == text
     assert verdict.well is text.startswith(("ok", "stopping"))

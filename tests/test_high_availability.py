@@ -178,7 +178,7 @@ def test_a_primary_that_turns_read_only_is_left_with_its_connections_open(pair: 
     wait_for(lambda: place.value("SELECT bool_or(hungry) FROM processes"))
     added = time.monotonic()
     place.add("nap", key="woken")
-    assert place.wait_for_notes("start", "woken")[0].at_seconds - added < 1
+    assert place.wait_for_notes("start", "woken")[0].at_seconds - added < 10  # and not when it polls
 
 
 def add_for_later(place: Workplace, jobs: int) -> list[int]:
@@ -257,11 +257,12 @@ def test_after_an_asynchronous_failover_the_recipe_lets_no_fence_be_drawn_twice(
             db.execute(statement)
     with pair.standby.connect() as db:
         told = place.wait_for_notes("told:lease_untrusted", "long", timeout_seconds=SOON_SECONDS)
-        # The daemons stay out; and the jump is needed, as these fences would come again.
+        # The daemons stay out, though jobs are due here; and the jump is needed, as these fences would come again.
+        for statement in ("BEGIN READ WRITE", "UPDATE jobs SET available_at = now()", "COMMIT"):
+            db.execute(statement)
         time.sleep(LEASE_SECONDS)
-        sessions = db.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%claim'").fetchone()
+        assert db.execute("SELECT max(fence) FROM jobs").fetchone() == (0,)
         last = db.execute("SELECT last_value FROM fence_seq").fetchone()
-        assert sessions is not None
         assert last is not None
         assert last[0] < max(note.fence for note in lost)
         for statement in statements[jump - 1 :]:

@@ -13,15 +13,13 @@ import psycopg
 import pytest
 
 from tests.commands import worker
-from tests.inprocess import SHAPES, Run, quick, running, seen
+from tests.inprocess import Run, both_shapes, quick, running, seen
 from tests.processes import await_for
 from tests.roles import role, url_as
 from tests.servers import Server, execute
 from worker import Handlers, Job, Worker, enqueue, enqueue_many, events
 from worker.store.connection import Database
 from worker.store.schema import migrate
-
-both_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 MakeUser = Callable[..., str]
 
@@ -134,15 +132,22 @@ async def test_time_limits_and_formats_of_the_role_are_not_ours(
 ) -> None:
     """G12: each alone."""
     if "transaction_timeout" in limits and int(server.version.split(".")[0]) < 17:
-        pytest.skip("PostgreSQL 17 has it")
+        pytest.skip("transaction_timeout needs PostgreSQL 17")
     async with seen(database_url) as run, Worker(everything(), quick(user(**limits), poll_seconds=5)):
         await everything_works(run)
 
         async def hungry() -> bool:
             return bool(await run.value("SELECT hungry FROM processes"))
 
+        async def idle_for_longer_than_the_limits() -> bool:
+            idle = (
+                "SELECT clock_timestamp() - state_change > interval '0.7 second' FROM pg_stat_activity"
+                " WHERE datname = current_database() AND application_name LIKE '% listen'"
+            )
+            return bool(await run.value(idle))
+
         await await_for(hungry)
-        await asyncio.sleep(0.3)  # longer than the limits: LISTEN and the other idle sessions are still there
+        await await_for(idle_for_longer_than_the_limits)
         assert run.log.find(events.LISTENER_LOST) == []
         row = await run.run("effect", key="later")
         assert row["attempts"] == 1

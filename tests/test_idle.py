@@ -9,17 +9,12 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.processes import wait_for
+from tests.processes import cpu_seconds, wait_for
 from tests.workplace import VARIABLES, Workplace
 
 MEASURED_SECONDS = 8.0
 # The settings of an ordinary process: what tests make quick counts here.
 ORDINARY = dict.fromkeys(VARIABLES.keys() - {"WORKER_HANDLERS"}, "")
-
-
-def cpu_seconds(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def statements(workplace: Workplace) -> int:

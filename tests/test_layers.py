@@ -36,6 +36,8 @@ FLOORS: dict[int, set[str]] = {
     3: {
         "pool",
         "claimer",
+        "demand",
+        "hunger",
         "places",
         "lost_claims",
         "keeper",
@@ -45,13 +47,16 @@ FLOORS: dict[int, set[str]] = {
         "lease_transport",
         "committer",
         "writer",
+        "group_transaction",
         "last_word",
+        "reaching",
         "reaper",
         "retention",
         "listener",
         "watch",
         "rights",
         "ending",
+        "stop_signals",
         "generator",
     },
     # What starts, in what order, what stops it.
@@ -60,7 +65,7 @@ FLOORS: dict[int, set[str]] = {
         *("cluster", "server_process", "server_programs"),  # the private PostgreSQL
         *("leases", "lease_command", "guardian"),  # named leases for any program
         "generator_process",
-        *("api", "task_client", "lease_http", "http_calls"),  # over HTTP, from both ends; the extra http
+        *("api", "task_client", "task_calls", "lease_http", "http_calls"),  # over HTTP, from both ends; the extra http
         "torture",  # starts daemons to torture them
         "bench",  # starts Workers of its own to measure them
         "",  # `worker` itself: the names that are the API

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +17,12 @@ from tests.model.jobs import jobs
 from tests.model.runs import MUTANTS, SOUND, Mutant
 from tests.model.statements import MAX_ATTEMPTS, Row, State, Verb
 from tests.model.world import Bounds
+from tests.processes import ROOT
 from worker.domain import ClaimedJob, Verdict
 from worker.store import claiming, leasing, reaping, settling
 from worker.store.connection import Connection, Database, read_moments_as_microseconds
 from worker.store.settling import Completion, Settlement
 
-ROOT = Path(__file__).parent.parent
 KEY = "k"
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import ROOT
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCKS = ("requirements.lock", "requirements-runtime.lock", "requirements-build.lock")
 TESTED_MINORS = (11, 12, 13)

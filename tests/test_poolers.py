@@ -15,12 +15,11 @@ from psycopg import sql
 from tests.commands import worker
 from tests.pooling import FEW_CONNECTIONS, LACKING, PgBouncer, pgbouncer
 from tests.processes import Daemon, await_for, wait_for
-from tests.psql import psql
+from tests.psql import grant
 from tests.roles import PASSWORD, role, url_as
 from tests.servers import PrivateCluster, Server
 from tests.serving import Served
-from tests.test_grants import GRANTS
-from tests.workplace import LEASE_SECONDS, TEXTBOOK, VARIABLES, Workplace
+from tests.workplace import VARIABLES, Workplace, both_shapes
 from worker import LeaseLost, Leases
 from worker.errors import ConfigError
 
@@ -62,8 +61,7 @@ def daemons_role(server_dsn: str, url: str, limits: dict[str, str]) -> Iterator[
             for setting, value in limits.items():
                 db.execute(sql.SQL("ALTER ROLE {} SET {} = {}").format(*map(sql.Identifier, (name, setting)), sql.Literal(value)))
             db.execute(sql.SQL("GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO {}").format(sql.Identifier(name)))
-        granted = psql(url, "-v", f"daemon={name}", "-f", str(GRANTS))
-        assert granted.returncode == 0, granted.stderr
+        grant(url, "daemon", name)
         yield name
 
 
@@ -99,7 +97,7 @@ def troubles(*processes: Daemon) -> list[dict[str, object]]:
 # --- it works ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
+@both_shapes
 @pytest.mark.parametrize("has_direct_route", [True, False], ids=["direct", "polling"])
 def test_two_daemons_do_five_hundred_jobs_without_one_error(
     pooled: PooledWorkplace, shape: dict[str, str], has_direct_route: bool
@@ -108,15 +106,18 @@ def test_two_daemons_do_five_hundred_jobs_without_one_error(
     route = pooled.listening() if has_direct_route else {}
     processes = [pooled.daemon(**shape, **route, WORKER_LEASE_SECONDS="30") for _ in range(2)]
     seen: set[int] = set()
+    most = 0
     ids = pooled.add_many(350, "nap") + pooled.add_many(100, "own") + pooled.add_many(50, "reading", {"seconds": 0.01})
 
     def all_done() -> bool:
+        nonlocal most
         rows = pooled.ask("SELECT pid FROM pg_stat_activity WHERE usename = %s AND application_name !~ 'listen'", pooled.role)
         seen.update(row.pid for row in rows)
-        assert len(rows) <= FEW_CONNECTIONS
+        most = max(most, len(rows))
         return pooled.states() == {"succeeded": 500}
 
     wait_for(all_done, 60)
+    assert 0 < most <= FEW_CONNECTIONS
     assert pooled.ledger() == dict.fromkeys(ids, 1)
     assert pooled.ask("SELECT id FROM jobs WHERE attempts <> 1") == []
     # All of it through the pooler, whose sessions are fewer than those of one daemon; it may have replaced one.
@@ -127,7 +128,7 @@ def test_two_daemons_do_five_hundred_jobs_without_one_error(
 
 
 def test_with_a_direct_route_a_job_and_a_cancellation_wake_at_once(pooled: PooledWorkplace) -> None:
-    """B4: the poll interval is half a minute here, so whatever is quick was told."""
+    """B4: the poll interval is half a minute here, that of renewals ten seconds, so whatever is quicker was told."""
     process = pooled.daemon(**pooled.listening(), WORKER_POLL_SECONDS="30", WORKER_LEASE_SECONDS="30")
     assert wait_for(lambda: pooled.backends("listen"))
     for number in range(5):
@@ -135,26 +136,25 @@ def test_with_a_direct_route_a_job_and_a_cancellation_wake_at_once(pooled: Poole
         wait_for(lambda: pooled.value("SELECT bool_or(hungry) FROM processes"))
         added = time.monotonic()
         pooled.add("nap", key=key)
-        assert pooled.wait_for_notes("start", key)[0].at_seconds - added < 0.5
+        assert pooled.wait_for_notes("start", key)[0].at_seconds - added < 9
     id = pooled.add("gated", {"gate": "never"}, key="cancelled")
     pooled.wait_for_notes("start", "cancelled")
     cancelled = time.monotonic()
     assert pooled.value("SELECT cancel_job(%s)", id) == "cancelled"
-    assert pooled.wait_for_notes("told:cancelled", "cancelled")[0].at_seconds - cancelled < 0.5
+    assert pooled.wait_for_notes("told:cancelled", "cancelled")[0].at_seconds - cancelled < 9
     assert process.find("listener_lost") == []
 
 
 def test_without_a_direct_route_it_polls_and_says_so_once(pooled: PooledWorkplace) -> None:
     process = pooled.daemon(WORKER_POLL_SECONDS="0.3")
     for number in range(5):
-        added = time.monotonic()
         pooled.add("nap", key=f"poll-{number}")
-        assert pooled.wait_for_notes("start", f"poll-{number}")[0].at_seconds - added < 1
+        pooled.wait_for_notes("start", f"poll-{number}")
     id = pooled.add("gated", {"gate": "never"}, key="cancelled")
     pooled.wait_for_notes("start", "cancelled")
     assert pooled.value("SELECT cancel_job(%s)", id) == "cancelled"
     # The next renewal finds it out.
-    pooled.wait_for_notes("told:cancelled", "cancelled", timeout_seconds=LEASE_SECONDS)
+    pooled.wait_for_notes("told:cancelled", "cancelled")
     lost, cancelled = troubles(process)
     assert (lost["event"], cancelled["event"]) == ("listener_lost", "job_abandoned")
     assert "WORKER_LISTEN_DATABASE_URL" in str(lost["error"])
@@ -164,7 +164,7 @@ def test_a_stop_gives_back_what_it_does_not_finish(pooled: PooledWorkplace) -> N
     process = pooled.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="1")
     short, long = pooled.add("nap", {"seconds": 0.5}), pooled.add("nap", {"seconds": 60})
     pooled.wait_for_notes("start", count=2)
-    assert process.stop(10) == 0
+    assert process.stop() == 0
     assert pooled.job(short).state == "succeeded"
     assert (pooled.job(long).state, pooled.job(long).attempts) == ("ready", 0)
     assert [event["job_id"] for event in process.find("job_released")] == [long]
@@ -203,7 +203,7 @@ def all_were_done_once(place: PooledWorkplace, ids: list[int], *processes: Daemo
     assert not {"internal_error", "job_dead", "config_invalid"} & {str(event["event"]) for event in troubles(*processes)}
 
 
-def test_the_pooler_is_restarted_under_load(pooled: PooledWorkplace) -> None:
+def test_a_restart_of_the_pooler_under_load_loses_and_doubles_nothing(pooled: PooledWorkplace) -> None:
     processes = [pooled.daemon(**pooled.listening()), pooled.daemon()]
     ids = work_under_load(pooled)
     pooled.bouncer.stop()
@@ -213,19 +213,19 @@ def test_the_pooler_is_restarted_under_load(pooled: PooledWorkplace) -> None:
     all_were_done_once(pooled, ids, *processes)
 
 
-def test_the_pooler_is_paused_under_load(pooled: PooledWorkplace) -> None:
+def test_a_pause_of_the_pooler_under_load_loses_and_doubles_nothing(pooled: PooledWorkplace) -> None:
     """As operators do before a switch-over: it takes everything and answers nothing, for longer than a lease."""
     processes = [pooled.daemon(**pooled.listening()), pooled.daemon()]
     ids = work_under_load(pooled)
     pooled.bouncer.ask("PAUSE")
     for process in processes:
         process.wait_for_event("database_lost")
-    time.sleep(LEASE_SECONDS)
+    pooled.wait_until_leases_are_over()
     pooled.bouncer.ask("RESUME")
     all_were_done_once(pooled, ids, *processes)
 
 
-def test_the_server_behind_the_pooler_is_restarted_under_load(pooled_server: PooledWorkplace) -> None:
+def test_a_restart_of_the_server_behind_the_pooler_loses_and_doubles_nothing(pooled_server: PooledWorkplace) -> None:
     place = pooled_server
     processes = [place.daemon(**place.listening()), place.daemon()]
     ids = work_under_load(place)
@@ -260,14 +260,15 @@ def test_the_http_api_serves_through_it(pooled: PooledWorkplace, serve: Callable
 async def test_leases_are_held_and_lost_through_it(pooled: PooledWorkplace) -> None:
     """More names than sessions, renewed together; and one that is stolen."""
     started = asyncio.Event()
+    most = 0
 
     async def hold(leases: Leases, name: str) -> None:
         async with leases.hold(name, ttl_seconds=6):
             await started.wait()
 
     def renewed() -> int:
-        rows = pooled.ask("SELECT pid FROM pg_stat_activity WHERE usename = %s", pooled.role)
-        assert len(rows) <= FEW_CONNECTIONS
+        nonlocal most
+        most = max(most, len(pooled.ask("SELECT pid FROM pg_stat_activity WHERE usename = %s", pooled.role)))
         return int(pooled.value("SELECT count(*) FROM leases WHERE renewed_at IS NOT NULL AND expires_at > clock_timestamp()"))
 
     async with Leases(pooled.pooled_url, pooler="transaction") as leases:
@@ -276,6 +277,7 @@ async def test_leases_are_held_and_lost_through_it(pooled: PooledWorkplace) -> N
                 group.create_task(hold(leases, f"name-{number}"))
             await await_for(lambda: renewed() == 40, 30)
             started.set()
+        assert 0 < most <= FEW_CONNECTIONS
         assert pooled.value("SELECT count(*) FROM leases WHERE released_at IS NULL") == 0
         with pytest.raises(LeaseLost):
             await hold_while_it_is_stolen(leases, pooled)

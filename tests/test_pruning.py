@@ -127,7 +127,7 @@ async def test_a_locked_row_is_passed_over_and_goes_next_time(
     try:
         async with other.transaction():
             await other.execute("SELECT FROM jobs WHERE idempotency_key = 'locked' FOR NO KEY UPDATE")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 assert (await prune(connection, database)).jobs == 1
             assert await keys(connection) == {"locked"}
     finally:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 from collections.abc import AsyncIterator
 
 import asyncpg
 import psycopg
 import pytest
 
-from tests.psql import psql
+from tests.psql import ODD, apply_by_psql
 from tests.roles import role
-from tests.servers import SCHEMA_SQL, Server, execute
+from tests.servers import Server, execute
 from worker.errors import DatabaseUnavailable, SchemaError
 from worker.store import schema
-
-ODD = 'Odd-"Name"'
 
 # Everything that schema.sql makes, as the server itself describes it; object ids are left out, names are kept.
 CATALOG = """
@@ -64,10 +61,6 @@ async def connected(dsn: str, **settings: str) -> AsyncIterator[asyncpg.Connecti
         yield connection
     finally:
         await connection.close()
-
-
-def apply_by_psql(dsn: str, name: str) -> subprocess.CompletedProcess[str]:
-    return psql(dsn, "-f", str(SCHEMA_SQL), schema=name)
 
 
 @pytest.mark.parametrize("name", ["public", ODD])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -15,15 +14,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.processes import Daemon, environment, wait_for
-from tests.workplace import LEASE_SECONDS, TEXTBOOK, VARIABLES, Workplace, frozen
-
-SHAPES = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
+from tests.processes import Daemon, below_a_namespace, environment, process_1_of, wait_for
+from tests.workplace import LEASE_SECONDS, POLL_NEVER, VARIABLES, Workplace, both_shapes, frozen
 
 # What a stop may take after the grace, with the settings of the workplace: margin + 2 query time-outs.
 BUDGET_SECONDS = LEASE_SECONDS / 10 + 2 * 1
-# What a loaded machine may add to any of it.
-SLACK_SECONDS = 1.0
+# What a loaded machine may add to any of it: far less than what would be waited for wrongly.
+SLACK_SECONDS = 3.0
 
 
 def stopped(daemon: Daemon, number: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
@@ -34,7 +31,7 @@ def stopped(daemon: Daemon, number: signal.Signals = signal.SIGTERM) -> tuple[in
     return status, time.monotonic() - began
 
 
-@SHAPES
+@both_shapes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_lets_running_jobs_finish_and_starts_none(
     workplace: Workplace, shape: dict[str, str], number: signal.Signals
@@ -64,21 +61,19 @@ def test_an_idle_daemon_stops_at_once(workplace: Workplace, number: signal.Signa
     assert seconds < SLACK_SECONDS
 
 
-@SHAPES
+@both_shapes
 def test_a_deploy_costs_a_job_nothing(workplace: Workplace, shape: dict[str, str]) -> None:
     """D1, guarantee 7: the attempt comes back, the place is kept, an idle process elsewhere is woken."""
-    old = workplace.daemon(**shape, WORKER_SHUTDOWN_GRACE_SECONDS="0.2")
+    old = workplace.daemon(**shape, **POLL_NEVER, WORKER_SHUTDOWN_GRACE_SECONDS="0.2")
     id = workplace.add("gated", {"gate": "gate"}, key="deployed", max_attempts=1)
     workplace.wait_for_notes("start")
     before = workplace.job(id)
-    new = workplace.daemon(**shape, WORKER_POLL_SECONDS="60")
-    wait_for(lambda: workplace.value("SELECT count(*) FROM processes WHERE hungry AND busy = 0 AND id <> %s", before.lease_owner))
-    # Past its first, quick polls: from here on only a notification wakes it.
-    time.sleep(1)
+    new = workplace.daemon(**shape, **POLL_NEVER)
+    workplace.wait_until_only_notifications_wake(2)
     status, seconds = stopped(old)
     assert status == 0
     assert seconds < 0.2 + SLACK_SECONDS
-    workplace.wait_for_notes("start", count=2, timeout_seconds=1)
+    workplace.wait_for_notes("start", count=2)
     first, second = workplace.notes("start")
     assert (first.attempt, second.attempt) == (1, 1)
     assert first.fence < second.fence
@@ -332,7 +327,7 @@ CREATE TRIGGER slow_claims AFTER UPDATE ON jobs FOR EACH ROW WHEN (OLD.state = '
 CLAIM_IN_FLIGHT = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
 
 
-@SHAPES
+@both_shapes
 def test_a_stop_starts_no_new_work_after_a_claim_that_committed_meanwhile(workplace: Workplace, shape: dict[str, str]) -> None:
     """E7, the moment itself: the signal comes while the claim is in flight."""
     workplace.db.execute(SLOW_CLAIMS)
@@ -347,7 +342,7 @@ def test_a_stop_starts_no_new_work_after_a_claim_that_committed_meanwhile(workpl
     assert daemon.find("job_released", job_id=id, reason="not_started")
 
 
-@SHAPES
+@both_shapes
 def test_a_signal_at_any_moment_leaves_no_job_claimed_without_a_runner(workplace: Workplace, shape: dict[str, str]) -> None:
     """E7: the rows are looked at right after the exit. Short jobs, and long ones that have to be released."""
     rounds = random.Random(7)
@@ -408,18 +403,14 @@ def test_a_stop_while_the_schema_waits_for_a_lock_is_clean(workplace: Workplace)
 
 def test_a_lone_daemon_as_process_1_stops_like_any_other(workplace: Workplace) -> None:
     """E8: process 1 ignores every signal that it has no handler for."""
-    unshare = shutil.which("unshare")
-    if unshare is None or os.geteuid() != 0:
-        pytest.skip("a process id namespace needs unshare, and root")
-    command = (unshare, "--fork", "--pid", "--mount-proc", sys.executable, "-m", "worker", "run")
+    command = (*below_a_namespace(), sys.executable, "-m", "worker", "run")
     variables = environment(workplace.directory, DATABASE_URL=workplace.url, **VARIABLES)
     outer = Daemon(command, variables, workplace.directory, "process-1")
     try:
         outer.wait_for_event("daemon_ready", 20, pid=1)
         running = workplace.add("nap", {"seconds": 1})
         workplace.wait_for_notes("start")
-        (inner,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
-        os.kill(inner, signal.SIGTERM)
+        os.kill(process_1_of(outer), signal.SIGTERM)
         assert outer.wait() == 0
     finally:
         outer.kill()
@@ -445,7 +436,7 @@ def test_a_handlers_child_process_is_left_alone_by_a_stop(workplace: Workplace, 
 # --- with the database away ----------------------------------------------------------------------------------------------------
 
 
-@SHAPES
+@both_shapes
 def test_a_stop_during_an_outage_ends_in_its_budget_and_says_what_was_left(workplace: Workplace, shape: dict[str, str]) -> None:
     """A9: finished, but not written. They run again, once."""
     daemon = workplace.daemon(**shape, WORKERS="10")
@@ -579,7 +570,7 @@ def test_a_bug_ends_the_process_in_order(workplace: Workplace, where: str) -> No
     waiting = [workplace.add("nap", max_attempts=2) for _ in range(3)]
     daemon = workplace.daemon(ready=False, BROKEN_FOR_TEST=f"worker.{where}", WORKER_SHUTDOWN_GRACE_SECONDS="0.2")
     assert daemon.wait(20) == 1
-    assert daemon.find("internal_error", error_type="ZeroDivisionError") or daemon.find("internal_error")
+    assert any("a bug for the test" in str(event) for event in daemon.find("internal_error"))
     workplace.daemon()
     workplace.wait_until_all("succeeded")
     assert workplace.ledger() == dict.fromkeys(waiting, 1)

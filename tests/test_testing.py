@@ -119,5 +119,5 @@ async def test_drain_runs_everything_to_its_end_retries_included(database_url: s
 
 
 async def test_drain_returns_at_once_when_there_is_nothing(database_url: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await drain(handlers, database_url)

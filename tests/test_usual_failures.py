@@ -6,21 +6,18 @@ import ast
 import json
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
 
+from tests.documents import table
 from tests.inprocess import quick, running, seen
-from tests.processes import await_for
-from tests.test_readme import table
+from tests.processes import ROOT, await_for
 from worker import Handlers, Job, Worker
 from worker.store import claiming
 from worker.store.claiming import CLAIM_SETTINGS, Cursor
 from worker.store.connection import Connection, Database, read_moments_as_microseconds
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # By the beginning of the row's first cell.
 PREVENTION = {
@@ -131,7 +128,7 @@ async def test_a_job_that_nobody_was_told_of_is_found_by_polling(database_url: s
 
     async with running(database_url, handlers, poll_seconds=0.2) as run:
         await run.connection.execute("ALTER TABLE jobs DISABLE TRIGGER jobs_wake")
-        assert (await run.ended(await run.enqueue("noop"), timeout_seconds=5))["state"] == "succeeded"
+        assert (await run.ended(await run.enqueue("noop")))["state"] == "succeeded"
 
 
 # --- claiming

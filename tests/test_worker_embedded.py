@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.inprocess import SHAPES, quick, running, seen
+from tests.inprocess import both_shapes, listening, quick, running, seen
 from tests.ports import Proxy
 from tests.processes import await_for
 from tests.servers import PrivateCluster, Server
@@ -25,8 +25,6 @@ from tests.workplace import frozen
 from worker import Handlers, Job, Settings, Worker, events
 from worker.clock import local_seconds
 from worker.errors import ConfigError, DatabaseUnavailable
-
-both_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def sleepers() -> tuple[Handlers, list[Any]]:
@@ -65,9 +63,9 @@ async def test_entering_returns_when_jobs_are_being_claimed_and_leaving_drains(d
 
             await await_for(is_present)
             assert worker.id.startswith("test-")
-            running_one = await run.enqueue("sleep", 0.3)
+            running_one = await run.enqueue("sleep", 2)
             await await_for(lambda: noted)
-            later = await run.enqueue("sleep", 0, delay_seconds=0.2)
+            later = await run.enqueue("sleep", 0, delay_seconds=1.5)
         assert worker.status == 0
         row = await run.row(running_one)
         assert (row["state"], row["result"], row["attempts"]) == ("succeeded", "slept", 1)
@@ -85,7 +83,7 @@ async def test_what_outlasts_the_grace_is_cancelled_and_given_back_with_its_atte
             id = await run.enqueue("sleep", 60, max_attempts=1)
             await await_for(lambda: noted)
             place = (await run.row(id))["available_at"]
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         row = await run.row(id)
         assert (row["state"], row["attempts"], row["available_at"], row["lease_owner"]) == ("ready", 0, place, None)
         assert row["fence"] > 0
@@ -117,10 +115,10 @@ async def test_a_deaf_handler_is_left_to_lease_expiry_and_the_status_says_so(dat
     settings = quick(database_url, shutdown_grace_seconds=0.1, query_timeout_seconds=0.3, lease_seconds=3, lease_margin_seconds=0.3)
     async with seen(database_url) as run:
         async with Worker(handlers, settings) as worker:
-            id = await run.enqueue("deaf", 3)
+            id = await run.enqueue("deaf", 6)
             await await_for(lambda: noted)
             began = time.monotonic()
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < 5
         assert worker.status == 75
         assert worker.has_deaf
         row = await run.row(id)
@@ -143,7 +141,7 @@ async def test_a_mute_server_and_a_small_budget_are_left_within_it(private_clust
             stopping.enter_context(frozen([*pids, postmaster]))
             began = time.monotonic()
         with stopping:
-            assert time.monotonic() - began < worker.budget_seconds + 0.2
+            assert time.monotonic() - began < worker.budget_seconds + 0.5
 
 
 async def test_a_host_that_has_slept_past_the_trust_stops_its_handlers(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +156,7 @@ async def test_a_host_that_has_slept_past_the_trust_stops_its_handlers(database_
         id = await run.enqueue("sleep", 200)
         await await_for(lambda: noted == ["started"])
         slept[0] = 55
-        await run.said(events.JOB_ABANDONED, 5, job_id=id, reason="lease_untrusted")
+        await run.said(events.JOB_ABANDONED, job_id=id, reason="lease_untrusted")
     assert noted == ["started", "lease_untrusted"]
 
 
@@ -200,7 +198,7 @@ async def test_cancelling_again_while_it_drains_skips_the_grace_and_still_gives_
         task.cancel()
         await await_for(lambda: run.log.find(events.SHUTDOWN_STARTED))
         task.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with pytest.raises(asyncio.CancelledError):
                 await task
         row = await run.row(id)
@@ -302,7 +300,7 @@ async def test_a_database_without_the_schema_raises_and_leaves_nothing_behind(em
     await _nothing_is_left(threads)
 
 
-async def test_a_wrong_password_or_database_is_refused_at_once(server: Server, database_url: str) -> None:
+async def test_a_database_that_is_not_there_is_refused_at_once(server: Server, database_url: str) -> None:
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError, match="no_such_database"):
         async with Worker(Handlers(), quick(database_url.replace(database_url.split("/")[3].split("?")[0], "no_such_database"))):
@@ -315,10 +313,11 @@ async def test_cancelled_while_it_waits_for_the_database_it_ends() -> None:
         nobody.bind(("127.0.0.1", 0))
         worker = Worker(Handlers(), quick(f"postgresql://u@127.0.0.1:{nobody.getsockname()[1]}/d"))
         threads = set(threading.enumerate())
-        starting = asyncio.create_task(worker.start())
-        await asyncio.sleep(0)
+        with listening() as log:
+            starting = asyncio.create_task(worker.start())
+            await await_for(lambda: log.find(events.DATABASE_LOST))
         starting.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with pytest.raises(asyncio.CancelledError):
                 await starting
     await _nothing_is_left(threads)
@@ -444,4 +443,4 @@ async def test_a_handler_that_is_told_to_stop_waits_for_no_connection_that_has_g
                 reason, seconds = await left
             proxy.flow()
         assert reason == "lease_untrusted"
-        assert 0 <= seconds < 1, "it was waited for as long as for any statement"
+        assert 0 <= seconds < 2, "it was waited for as long as for any statement"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import psycopg
+import pytest
 from psycopg import sql
 from psycopg.rows import namedtuple_row
 from psycopg.types.json import Jsonb
@@ -29,6 +31,10 @@ VARIABLES = {
 }
 TEXTBOOK = {"WORKER_CLAIM_BATCH": "1", "WORKER_COMMIT_BATCH": "1"}
 """One claim statement and one transaction a job."""
+both_shapes = pytest.mark.parametrize("shape", [{}, TEXTBOOK], ids=["batches", "textbook"])
+
+POLL_NEVER = {"WORKER_POLL_SECONDS": "60"}
+"""So long that whatever happens sooner was a notification's doing."""
 
 TABLES = """
 CREATE TABLE ledger (job_id bigint NOT NULL, fence bigint NOT NULL);
@@ -115,6 +121,19 @@ class Workplace:
             process.wait_for_event("daemon_ready", 20)
         return process
 
+    def wait_until_hungry(self, daemons: int = 1) -> None:
+        """So many want to be told of the next job."""
+        wait_for(lambda: self.value("SELECT count(*) FROM processes WHERE hungry") == daemons, 20)
+
+    def wait_until_only_notifications_wake(self, daemons: int = 1) -> None:
+        """They are hungry, and the quick polls of the beginning, a quarter of a second apart, are over. All have POLL_NEVER."""
+        self.wait_until_hungry(daemons)
+        silent = """
+            SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
+            AND application_name = 'reliable-worker claim' AND clock_timestamp() - query_start > interval '0.5 second'
+        """
+        wait_for(lambda: self.value(silent) == daemons)
+
     # --- jobs
 
     def ask(self, statement: str, *arguments: object) -> list[Any]:
@@ -155,6 +174,11 @@ class Workplace:
             return row
 
         return wait_for(reached, timeout_seconds)
+
+    def wait_until_leases_are_over(self) -> None:
+        """Those of all running jobs, by the clock of the database."""
+        over = "SELECT bool_and(lease_until <= clock_timestamp()) FROM jobs WHERE state = 'running'"
+        wait_for(lambda: self.value(over), 30)
 
     def states(self) -> Counter[str]:
         return Counter({row.state: row.jobs for row in self.ask("SELECT state, count(*)::int AS jobs FROM jobs GROUP BY state")})
@@ -244,6 +268,34 @@ class Workplace:
         assert set((self.ledger() + self.ledger("deferred_ledger")).values()) <= {1}
         fresh = self.add("nap")
         wait_for(lambda: self.ledger()[fresh] == 1)
+
+
+class Supervisor:
+    """What a service manager does: starts the daemon again each time it ends."""
+
+    def __init__(self, workplace: Workplace, **variables: str) -> None:
+        self._start = lambda: workplace.daemon(ready=False, WORKER_LEASE_SECONDS="1", **variables)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_alive, name="supervisor")
+        self.daemons: list[Daemon] = []
+
+    def _keep_alive(self) -> None:
+        while not self._ended.is_set():
+            self.daemons.append(self._start())
+            while self.daemons[-1].process.poll() is None and not self._ended.wait(0.02):
+                pass
+
+    def __enter__(self) -> Supervisor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def crashes(self) -> int:
+        return len(self.daemons) - 1
 
 
 @contextlib.contextmanager

@@ -1,0 +1,284 @@
+"""How a handler is stopped: by its time-out, by a cancellation, by the loss of its lease. And what cannot be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import threading
+import time
+
+import pytest
+
+from tests.inprocess import APPLIED, APPLY, TABLE, expire, running
+from tests.processes import await_for
+from worker import (
+    Handlers,
+    Job,
+    LeaseLost,
+    events,
+)
+
+# --- time-outs
+
+
+async def test_an_async_handler_is_cancelled_at_its_time_out(database_url: str) -> None:
+    handlers, ran_on, reasons = Handlers(), [], []
+
+    @handlers.job("slow", timeout_seconds=0.2)
+    async def slow(job: Job[object]) -> None:
+        try:
+            await asyncio.sleep(60)
+            ran_on.append(job)
+        finally:
+            reasons.append(job.cancel_reason)
+
+    async with running(database_url, handlers) as run:
+        row = await run.run("slow", max_attempts=2)
+        assert (row["state"], row["attempts"]) == ("dead", 2)
+        assert row["last_error"] == "TimeoutError: not done after 0.2 s"
+        assert await run.column("SELECT outcome FROM job_failures") == ["timeout", "timeout"]
+        assert await run.value("SELECT max(extract(epoch FROM completed_at - started_at)) FROM jobs") < 30
+    assert ran_on == []
+    assert reasons == ["timeout", "timeout"]
+
+
+async def test_a_handler_that_swallows_its_cancellation_has_timed_out_all_the_same(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("stubborn", timeout_seconds=0.2)
+    async def stubborn(job: Job[object]) -> str:
+        job.effect(APPLY, job.key, job.fence)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return "all is well"
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        row = await run.run("stubborn", max_attempts=1)
+        assert (row["state"], row["result"]) == ("dead", None)
+        assert await run.column(APPLIED) == []
+
+
+async def test_the_exception_a_cancelled_handler_ends_with_is_kept_as_the_cause(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("slow", timeout_seconds=0.1)
+    async def slow(job: Job[object]) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ValueError("the tidying failed") from None
+
+    async with running(database_url, handlers) as run:
+        row = await run.run("slow", max_attempts=1)
+        assert row["last_error"].startswith("TimeoutError: not done after")
+        assert "the tidying failed" in await run.value("SELECT error FROM job_failures")
+
+
+async def test_a_deaf_handler_keeps_its_slot_until_it_really_ends(database_url: str) -> None:
+    handlers, release = Handlers(), asyncio.Event()
+
+    @handlers.job("deaf", timeout_seconds=0.2)
+    async def deaf(job: Job[object]) -> None:
+        until = time.monotonic() + 60  # not for ever, or a failed test would not end
+        while not release.is_set() and time.monotonic() < until:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.02)
+
+    @handlers.job("next")
+    async def next_(job: Job[object]) -> None:
+        assert release.is_set()
+
+    async with running(database_url, handlers, workers=1, lease_seconds=2) as run:
+        await run.run("deaf", max_attempts=1)
+        assert run.worker.parts is not None
+        pool = run.worker.parts.pool
+        assert pool.claimer is not None
+        id = await run.enqueue("next", max_attempts=1)
+        passed_at = pool.claimer.passed_at
+        await await_for(lambda: pool.claimer.passed_at > passed_at)  # it was woken, or looked by itself, and claimed nothing
+        assert pool.free() == 0
+        assert (await run.row(id))["state"] == "ready"
+        release.set()
+        assert (await run.ended(id))["state"] == "succeeded"
+
+
+async def test_a_thread_past_its_time_out_is_failed_at_once_fenced_and_keeps_its_slot(database_url: str) -> None:
+    handlers, release, reasons = Handlers(), threading.Event(), []
+
+    @handlers.job("thread", timeout_seconds=0.2)
+    def thread(job: Job[object]) -> str:
+        job.effect(APPLY, job.key, job.fence)
+        if job.attempt == 1:
+            assert release.wait(20)
+            reasons.append(job.cancel_reason)
+        return f"attempt {job.attempt}"
+
+    async with running(database_url, handlers, workers=1) as run:
+        await run.connection.execute(TABLE)
+        id = await run.enqueue("thread", key="k")
+        await run.said(events.JOB_FAILED, job_id=id)
+        assert (await run.row(id))["state"] == "ready"
+        assert await run.value("SELECT outcome FROM job_failures") == "timeout"
+        assert run.worker.parts is not None
+        assert run.worker.parts.pool.free() == 0
+        release.set()
+        row = await run.ended(id)
+        assert (row["state"], row["result"]) == ("succeeded", "attempt 2")
+        assert await run.column("SELECT fence FROM applied") == [row["fence"]]
+    assert reasons == ["timeout"]
+
+
+async def test_the_time_of_a_thread_starts_when_it_does(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("thread", timeout_seconds=2)
+    def thread(job: Job[object]) -> None:
+        time.sleep(0.25)
+
+    async with running(database_url, handlers, workers=1) as run:
+        ids = [await run.enqueue("thread", max_attempts=1) for _ in range(10)]
+        for id in ids:  # the last one waits longer than its time-out
+            assert (await run.ended(id))["state"] == "succeeded"
+
+
+async def test_plain_functions_run_in_threads_of_their_own_with_the_context_of_nobody_else(database_url: str) -> None:
+    handlers, names = Handlers(), set()
+    together = threading.Barrier(3, timeout=5)
+
+    @handlers.job("thread")
+    def thread(job: Job[object]) -> None:
+        names.add(threading.current_thread().name)
+        together.wait()
+
+    async with running(database_url, handlers, workers=3) as run:
+        ids = [await run.enqueue("thread", max_attempts=1) for _ in range(3)]
+        for id in ids:
+            assert (await run.ended(id))["state"] == "succeeded"
+    assert len(names) == 3
+    assert threading.main_thread().name not in names
+
+
+async def test_every_attempt_begins_with_the_context_of_nobody_else(database_url: str) -> None:
+    """Attempts start each other in their slots: neither tenants nor trace spans may come along."""
+    handlers, found = Handlers(), []
+    tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="none")
+
+    @handlers.job("tenant")
+    async def of_a_tenant(job: Job[object]) -> None:
+        found.append(tenant.get())
+        tenant.set(f"tenant of {job.id}")
+        await asyncio.sleep(0)
+
+    async with running(database_url, handlers, workers=1) as run:
+        for id in [await run.enqueue("tenant") for _ in range(10)]:
+            await run.ended(id)
+    assert found == ["none"] * 10
+
+
+async def test_callables_of_every_sort_are_handlers(database_url: str) -> None:
+    handlers = Handlers()
+
+    async def with_word(word: str, job: Job[object]) -> str:
+        return word
+
+    class Asynchronous:
+        async def __call__(self, job: Job[object]) -> str:
+            return "object"
+
+        async def method(self, job: Job[object]) -> str:
+            return "method"
+
+    class Plain:
+        def __call__(self, job: Job[object]) -> str:
+            return f"thread {threading.current_thread() is not threading.main_thread()}"
+
+    @functools.wraps(with_word)
+    async def wrapped(job: Job[object]) -> str:
+        return "wrapped"
+
+    handlers.job("partial")(functools.partial(with_word, "partial"))
+    handlers.job("object")(Asynchronous())
+    handlers.job("method")(Asynchronous().method)
+    handlers.job("plain")(Plain())
+    handlers.job("plain partial")(functools.partial(lambda word, job: word, "plain partial"))
+    handlers.job("wrapped")(wrapped)
+    async with running(database_url, handlers) as run:
+        for kind in ("partial", "object", "method", "plain partial", "wrapped"):
+            assert (await run.run(kind, max_attempts=1))["result"] == kind
+        assert (await run.run("plain", max_attempts=1))["result"] == "thread True"
+
+
+# --- being told to stop
+
+
+async def test_cancelling_a_running_job_stops_its_handler_and_applies_nothing(database_url: str) -> None:
+    handlers, reasons = Handlers(), []
+    started = asyncio.Event()
+
+    @handlers.job("long")
+    async def long(job: Job[object]) -> None:
+        job.effect(APPLY, job.key, job.fence)
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            reasons.append(job.cancel_reason)
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        id = await run.enqueue("long")
+        await started.wait()
+        assert await run.value("SELECT cancel_job($1)", id) == "cancelled"
+        await run.said(events.JOB_ABANDONED, job_id=id, reason="cancelled")
+        row = await run.row(id)
+        assert (row["state"], row["lease_owner"]) == ("cancelled", None)
+        assert await run.column(APPLIED) == []
+    assert reasons == ["cancelled"]
+
+
+async def test_a_thread_whose_job_is_cancelled_is_told_and_fenced(database_url: str) -> None:
+    handlers, reasons, started = Handlers(), [], threading.Event()
+
+    @handlers.job("long")
+    def long(job: Job[object]) -> None:
+        job.effect(APPLY, job.key, job.fence)
+        started.set()
+        deadline = time.monotonic() + 20
+        while job.cancel_reason is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        reasons.append(job.cancel_reason)
+        with pytest.raises(LeaseLost):
+            job.ensure_lease()
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        id = await run.enqueue("long")
+        await await_for(started.is_set)
+        await run.value("SELECT cancel_job($1)", id)
+        await run.said(events.JOB_ABANDONED, job_id=id, reason="cancelled")
+        await await_for(lambda: reasons)
+        assert await run.column(APPLIED) == []
+        assert (await run.row(id))["state"] == "cancelled"
+    assert reasons == ["cancelled"]
+
+
+async def test_a_handler_is_told_when_another_process_has_taken_its_job(database_url: str) -> None:
+    handlers, reasons, started = Handlers(), [], asyncio.Event()
+
+    @handlers.job("long")
+    async def long(job: Job[object]) -> None:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            reasons.append(job.cancel_reason)
+
+    async with running(database_url, handlers, lease_seconds=3) as run:
+        id = await run.enqueue("long")
+        await started.wait()
+        await expire(run, id)
+        await run.said(events.JOB_ABANDONED, job_id=id, reason="lease_lost")
+    assert reasons == ["lease_lost"]

@@ -1,0 +1,397 @@
+"""The transaction of a handler's own, and its connections for reading: fenced, whole, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import Any
+
+import asyncpg
+import pytest
+
+from tests.inprocess import APPLIED, APPLY, TABLE, both_shapes, connect, expire, running
+from tests.processes import await_for
+from tests.servers import ADVISORY_LOCKS
+from worker import (
+    Discard,
+    EffectAlreadyApplied,
+    Handlers,
+    Job,
+    LeaseLost,
+    Snooze,
+    events,
+    owntransaction,
+)
+
+
+@both_shapes
+async def test_a_transaction_completes_the_job_as_it_commits(database_url: str, shape: dict[str, Any]) -> None:
+    handlers, states = Handlers(), []
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> str:
+        async with job.transaction() as tx:
+            await tx.execute(APPLY, job.key, job.fence)
+            count = await tx.fetchval("SELECT count(*) FROM applied")
+            job.result = {"count": count, "key": job.key}
+            states.append(await outside.fetchval("SELECT state FROM jobs WHERE id = $1", job.id))
+        states.append(await outside.fetchval("SELECT state FROM jobs WHERE id = $1", job.id))
+        return "the result of the transaction stands"
+
+    outside = await connect(database_url)
+    try:
+        async with running(database_url, handlers, **shape) as run:
+            await run.connection.execute(TABLE)
+            id = await run.enqueue("own", key="k")
+            row = await run.ended(id)
+            await run.said(events.JOB_SUCCEEDED, job_id=id)
+            assert row["state"] == "succeeded"
+            assert row["result"] == {"count": 1, "key": "k"}
+            assert await run.column("SELECT fence FROM job_effects WHERE idempotency_key = 'k'") == [row["fence"]]
+            assert await run.value("SELECT count(*) FROM open_transactions") == 0
+    finally:
+        await outside.close()
+    assert states == ["running", "succeeded"]
+
+
+async def test_an_exception_inside_the_transaction_rolls_everything_back_and_is_the_outcome(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> None:
+        async with job.transaction() as tx:
+            await tx.execute(APPLY, job.key, job.fence)
+            match job.payload:
+                case "error":
+                    raise ValueError("half way")
+                case "snooze":
+                    raise Snooze(3600)
+                case "discard":
+                    raise Discard("no")
+                case "sql":
+                    await tx.execute("INSERT INTO no_such_table VALUES (1)")
+                case "sql, ignored":
+                    with contextlib.suppress(Exception):
+                        await tx.execute("INSERT INTO no_such_table VALUES (1)")
+                case "exit":
+                    sys.exit(3)
+                case "deferred":
+                    await tx.execute("INSERT INTO checked VALUES (1), (1)")
+                case "result":
+                    job.result = float("nan")
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        await run.connection.execute("CREATE TABLE checked (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+        for payload, said in (
+            ("error", "ValueError: half way"),
+            ("discard", "Discard: no"),
+            ("sql", '"no_such_table" does not exist'),
+            ("sql, ignored", "transaction is aborted"),
+            ("exit", "SystemExit: 3"),
+            ("deferred", "checked_n_key"),
+            ("result", "result: NaN"),
+        ):
+            row = await run.run("own", payload, max_attempts=1)
+            assert (row["state"], row["attempts"]) == ("dead", 1)
+            assert said in row["last_error"]
+        id = await run.enqueue("own", "snooze")
+        await run.said(events.JOB_SNOOZED, job_id=id)
+        row = await run.row(id)
+        assert (row["state"], row["attempts"], row["completed_at"]) == ("ready", 0, None)
+        assert await run.column(APPLIED) == []
+        assert await run.value("SELECT count(*) FROM job_effects") == 0
+        assert (await run.run("own", "fine"))["state"] == "succeeded"
+
+
+@pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ROLLBACK; BEGIN", "COMMIT AND CHAIN"])
+@pytest.mark.parametrize("swallows", [False, True], ids=["", "and ignores errors"])
+@pytest.mark.parametrize("goes_on", [False, True], ids=["", "and goes on"])
+async def test_ending_the_transaction_by_hand_is_an_error_of_the_attempt_and_applies_nothing(
+    database_url: str, ending: str, swallows: bool, goes_on: bool
+) -> None:
+    handlers = Handlers()
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> None:
+        async with job.transaction() as tx:
+            await tx.execute(APPLY, job.key, 1)
+            with contextlib.suppress(Exception) if swallows else contextlib.nullcontext():
+                await tx.execute(ending)
+            if goes_on:
+                with contextlib.suppress(Exception) if swallows else contextlib.nullcontext():
+                    await tx.execute(APPLY, job.key, 2)
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        row = await run.run("own", max_attempts=1)
+        assert row["state"] == "dead"
+        assert "by hand" in row["last_error"]
+        assert await run.column(APPLIED) == []
+        assert await run.value("SELECT count(*) FROM job_effects") == 0
+        assert await run.value("SELECT count(*) FROM open_transactions") == 0
+
+
+async def test_savepoints_inside_the_transaction_are_the_handlers_own(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> None:
+        async with job.transaction() as tx:
+            try:
+                async with tx.transaction():
+                    await tx.execute(APPLY, "undone", 1)
+                    await tx.execute("SELECT 1 / 0")
+            except asyncpg.DivisionByZeroError:
+                pass
+            await tx.execute(APPLY, job.key, job.fence)
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        assert (await run.run("own", key="kept"))["state"] == "succeeded"
+        assert await run.column(APPLIED) == ["kept"]
+
+
+async def test_what_fails_after_the_commit_is_logged_and_changes_nothing(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> None:
+        async with job.transaction() as tx:
+            await tx.execute(APPLY, job.key, job.fence)
+        raise ValueError("too late")
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        row = await run.run("own", key="k")
+        said = await run.said(events.HANDLER_FAILED_AFTER_COMMIT, job_id=row["id"])
+        assert "ValueError: too late" in said["exception"]
+        await run.said(events.JOB_SUCCEEDED, job_id=row["id"])
+        row = await run.row(row["id"])
+        assert (row["state"], row["attempts"], row["last_error"]) == ("succeeded", 1, None)
+        assert await run.column(APPLIED) == ["k"]
+        assert await run.value("SELECT count(*) FROM job_failures") == 0
+
+
+@pytest.mark.parametrize("key", [None, "chosen"])
+@pytest.mark.parametrize("commits", [True, False])
+async def test_a_lost_answer_to_the_commit_is_resolved_where_rows_are_deleted_too(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, key: str | None, commits: bool
+) -> None:
+    """RETENTION 0: the row is gone if it committed. A generated key has no ledger row to prove it; that it is gone does."""
+    handlers, heard = Handlers(), []
+    real = owntransaction._commit
+
+    async def loses_the_answer(connection: Any, transaction: Any) -> BaseException | None:
+        if heard:
+            return await real(connection, transaction)
+        if commits:
+            await real(connection, transaction)
+        connection.terminate()
+        return ConnectionResetError("the answer is lost")
+
+    monkeypatch.setattr(owntransaction, "_commit", loses_the_answer)
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> None:
+        try:
+            async with job.transaction() as tx:
+                await tx.execute(APPLY, job.key, job.fence)
+        except BaseException as error:
+            heard.append(type(error).__name__)
+            raise
+        heard.append("committed")
+
+    async with running(database_url, handlers, retention_seconds=0) as run:
+        await run.connection.execute(TABLE)
+        await run.enqueue("own", key=key)
+        await run.said(events.JOB_SUCCEEDED)
+        assert await run.value("SELECT count(*) FROM applied") == 1
+        assert await run.value("SELECT count(*) FROM jobs") == 0
+    assert heard == (["committed"] if commits else ["ConnectionResetError", "committed"])
+
+
+@both_shapes
+async def test_entering_the_transaction_without_the_lease_raises_lease_lost(database_url: str, shape: dict[str, Any]) -> None:
+    handlers, raised = Handlers(), []
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> None:
+        await expire(run, job.id)
+        try:
+            async with job.transaction() as tx:
+                await tx.execute(APPLY, job.key, job.fence)
+        except LeaseLost as error:
+            raised.append(str(error))
+            raise
+
+    async with running(database_url, handlers, lease_seconds=600, **shape) as run:
+        await run.connection.execute(TABLE)
+        id = await run.enqueue("own")
+        said = await run.said(events.JOB_ABANDONED, job_id=id)
+        assert said["reason"] == "lease_lost"
+        row = await run.row(id)
+        assert (row["state"], row["lease_owner"]) == ("running", "somebody-else")
+        assert await run.column(APPLIED) == []
+        assert await run.value("SELECT count(*) FROM job_failures") == 0
+    assert len(raised) == 1
+
+
+@both_shapes
+async def test_effects_of_an_attempt_that_lost_its_lease_are_not_applied(database_url: str, shape: dict[str, Any]) -> None:
+    handlers = Handlers()
+
+    @handlers.job("write")
+    async def write(job: Job[object]) -> str:
+        job.effect(APPLY, job.key, job.fence)
+        if job.key == "stolen":
+            await expire(run, job.id)
+        return "mine"
+
+    async with running(database_url, handlers, **shape) as run:
+        await run.connection.execute(TABLE)
+        id = await run.enqueue("write", key="stolen")
+        await run.said(events.JOB_ABANDONED, job_id=id, reason="lease_lost")
+        assert (await run.row(id))["lease_owner"] == "somebody-else"
+        await run.run("write", key="kept")
+        assert await run.column(APPLIED) == ["kept"]
+
+
+async def test_a_key_applied_before_raises_in_the_transaction_and_ends_the_job_as_succeeded(database_url: str) -> None:
+    handlers, raised = Handlers(), []
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> None:
+        try:
+            async with job.transaction() as tx:
+                await tx.execute(APPLY, job.key, job.fence)
+        except EffectAlreadyApplied as error:
+            raised.append(str(error))
+            if job.payload == "fail":
+                raise ValueError("should not have happened") from error
+            raise
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        await run.connection.execute("INSERT INTO job_effects VALUES ('k', 1, 1), ('f', 1, 1)")
+        id = await run.enqueue("own", key="k")
+        row = await run.ended(id)
+        assert (row["state"], row["result"]) == ("succeeded", None)
+        await run.said(events.EFFECT_ALREADY_APPLIED, job_id=id, key="k")
+        assert (await run.run("own", "fail", key="f", max_attempts=1))["last_error"] == "ValueError: should not have happened"
+        assert await run.column(APPLIED) == []
+    assert "'k'" in raised[0]
+
+
+async def test_misuse_of_transaction_effect_and_connection_is_a_runtime_error(database_url: str) -> None:
+    handlers, tried = Handlers(), []
+
+    async def refused(what: str, entering: contextlib.AbstractAsyncContextManager[Any]) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            async with entering:
+                pass
+        tried.append((what, str(caught.value)))
+
+    @handlers.job("both")
+    async def both(job: Job[object]) -> None:
+        job.effect(APPLY, job.key, job.fence)
+        await refused("effect, then transaction", job.transaction())
+
+    @handlers.job("inside")
+    async def inside(job: Job[object]) -> None:
+        async with job.connection():
+            await refused("transaction while connection is held", job.transaction())
+        async with job.transaction() as tx:
+            with pytest.raises(RuntimeError, match="run the statement on `tx`"):
+                job.effect(APPLY, job.key, job.fence)
+            with pytest.raises(RuntimeError, match="run the statement on `tx`"):
+                job.enqueue("other", {})
+            await refused("connection inside transaction", job.connection())
+            await refused("transaction inside transaction", job.transaction())
+            await tx.execute(APPLY, job.key, job.fence)
+        await refused("transaction twice", job.transaction())
+
+    @handlers.job("thread")
+    def thread(job: Job[object]) -> None:
+        async def enter(what: str) -> None:
+            await refused(what, getattr(job, what)())
+
+        asyncio.run(enter("transaction"))
+        asyncio.run(enter("connection"))
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        for kind in ("both", "inside", "thread"):
+            row = await run.run(kind, max_attempts=1)
+            assert row["state"] == "succeeded", row["last_error"]
+        assert len(await run.column(APPLIED)) == 2
+    assert len(tried) == 7
+
+
+async def test_a_connection_reads_outside_the_fence_also_after_the_transaction(database_url: str) -> None:
+    handlers, read = Handlers(), []
+
+    @handlers.job("read")
+    async def read_(job: Job[object]) -> None:
+        async with job.connection() as c:
+            read.append(await c.fetchval("SELECT state FROM jobs WHERE id = $1", job.id))
+        async with job.transaction():
+            pass
+        async with job.connection() as c:
+            read.append(await c.fetchval("SELECT state FROM jobs WHERE id = $1", job.id))
+
+    async with running(database_url, handlers) as run:
+        id = await run.enqueue("read")
+        await run.said(events.JOB_SUCCEEDED, job_id=id)
+        assert run.log.find(events.HANDLER_FAILED_AFTER_COMMIT) == []
+    assert read == ["running", "succeeded"]
+
+
+async def test_a_session_changed_on_a_connection_is_clean_for_the_next_borrower(database_url: str) -> None:
+    handlers, found = Handlers(), []
+
+    @handlers.job("read")
+    async def read(job: Job[object]) -> None:
+        async with job.connection() as c:
+            found.append((await c.fetchval("SHOW search_path"), await c.fetchval("SELECT pg_try_advisory_lock(7)")))
+            await c.execute("SET search_path = odd")
+            await c.execute("BEGIN")
+
+    async with running(database_url, handlers, workers=1) as run:
+        await run.run("read")
+        await run.run("read")
+        assert await run.value(ADVISORY_LOCKS) == 0
+    assert found == [('"$user", public', True)] * 2
+
+
+async def test_handlers_that_hold_every_connection_starve_neither_renewals_nor_completions(database_url: str) -> None:
+    handlers, all_hold = Handlers(), asyncio.Barrier(3)
+
+    @handlers.job("hold")
+    async def hold(job: Job[object]) -> None:
+        async with job.connection() as c:
+            await all_hold.wait()  # two jobs, and the test
+            await c.fetchval("SELECT 1")
+            await held.wait()
+
+    @handlers.job("starve")
+    async def starve(job: Job[object]) -> None:
+        async with job.connection():
+            pass
+
+    held = asyncio.Event()
+    async with running(database_url, handlers, pool_size=2, query_timeout_seconds=0.3, lease_seconds=3) as run:
+        ids = [await run.enqueue("hold", max_attempts=1) for _ in range(2)]
+        await all_hold.wait()
+        row = await run.run("starve", max_attempts=1)
+        assert row["last_error"].startswith("TimeoutError")
+        until = (await run.row(ids[0]))["lease_until"]
+
+        async def renewed() -> bool:
+            return bool((await run.row(ids[0]))["lease_until"] > until)
+
+        await await_for(renewed)
+        held.set()
+        for id in ids:
+            assert (await run.ended(id))["state"] == "succeeded"
