@@ -105,6 +105,34 @@ async def test_an_exception_inside_the_transaction_rolls_everything_back_and_is_
         assert (await run.run("own", "fine"))["state"] == "succeeded"
 
 
+async def test_what_rolled_the_transaction_back_is_the_outcome_also_if_the_handler_catches_it(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> str:
+        with contextlib.suppress(Exception):
+            async with job.transaction() as tx:
+                await tx.execute(APPLY, job.key, job.fence)
+                match job.payload:
+                    case "error":
+                        raise ValueError("card refused")
+                    case "snooze":
+                        raise Snooze(3600)
+                    case "deferred":
+                        await tx.execute("INSERT INTO checked VALUES (1), (1)")
+        return "all is well"
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute(TABLE)
+        await run.connection.execute("CREATE TABLE checked (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+        for payload, said in (("error", "ValueError: card refused"), ("deferred", "checked_n_key")):
+            row = await run.run("own", payload, max_attempts=1)
+            assert (row["state"], row["result"]) == ("dead", None)
+            assert said in row["last_error"]
+        await run.said(events.JOB_SNOOZED, job_id=await run.enqueue("own", "snooze"))
+        assert await run.column(APPLIED) == []
+
+
 @pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ROLLBACK; BEGIN", "COMMIT AND CHAIN"])
 @pytest.mark.parametrize("swallows", [False, True], ids=["", "and ignores errors"])
 @pytest.mark.parametrize("goes_on", [False, True], ids=["", "and goes on"])

@@ -151,6 +151,8 @@ class Attempt:
             return Abandoned(reason=self.reason)  # type: ignore[arg-type]
         if self.reason == "timeout":
             return self._timed_out()
+        if job._transaction_error is not None:
+            return self._raised(job, job._transaction_error)  # caught outside of the block: what was to be written is gone
         try:
             result = None if value is None else encode_json(value, "result")
         except (TypeError, ValueError) as error:

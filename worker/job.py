@@ -65,6 +65,7 @@ class Job(Generic[P]):
         "_in_thread",
         "_log",
         "_surroundings",
+        "_transaction_error",
         "_transaction_used",
         "cancel_reason",
         "payload",
@@ -87,6 +88,8 @@ class Job(Generic[P]):
         self._effects: list[Effect] | None = None
         self._connections = 0
         self._transaction_used = False
+        self._transaction_error: BaseException | None = None
+        """What rolled the transaction back: the attempt's outcome, whatever the handler makes of it."""
         self._committed = False
         self._log: logs.JobLogger | None = None
 
@@ -213,8 +216,15 @@ class Job(Generic[P]):
         if self._connections:
             raise RuntimeError("leave job.connection() before entering job.transaction(): holding both can starve the pool")
         self._transaction_used = True
-        async with owntransaction.fenced(self._held, self._surroundings, lambda: self._result_text()) as connection:
-            yield connection
+        was_entered = False
+        try:
+            async with owntransaction.fenced(self._held, self._surroundings, lambda: self._result_text()) as connection:
+                was_entered = True
+                yield connection
+        except BaseException as error:
+            if was_entered:
+                self._transaction_error = error
+            raise
         self._committed = True
 
     def _result_text(self) -> str | None:
