@@ -131,3 +131,33 @@ def test_a_leased_command_without_name_server_ends_with_its_status(without_names
     assert "timed out" in process.stderr
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+# As process 1 of a container, while what the command needs is still being imported.
+PROCESS_1 = """
+import os, sys, time, types
+os.getpid = lambda: 1
+cli = sys.modules["worker.cli"] = types.ModuleType("worker.cli")
+def main():
+    print("importing", flush=True)
+    time.sleep(60)
+cli.main = main
+import worker.__main__
+worker.__main__.main()
+"""
+
+
+@pytest.mark.parametrize(("command", "status"), [("run", 0), ("serve", 0), ("enqueue", 128 + signal.SIGTERM)])
+def test_process_1_hears_a_signal_before_everything_is_imported(command: str, status: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", PROCESS_1, command], stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.terminate()
+        assert process.wait(30) == status
+
+
+def test_the_package_is_imported_without_what_its_names_need() -> None:
+    """Or the time in which process 1 hears nothing would be ten times as long."""
+    program = "import sys, worker; print({'asyncpg', 'pydantic', 'asyncio'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -22,10 +22,11 @@ import pytest
 from tests.processes import await_for, environment, wait_for
 from tests.serving import TOKEN, Served, eating
 from tests.workplace import Workplace
-from worker import LeaseLost, Leases, RemoteTask, TaskClient
+from worker import LeaseLost, Leases, TaskClient
 from worker.clock import local_seconds
 from worker.errors import ConfigError
 from worker.http_calls import Answer
+from worker.task_calls import RemoteTask
 
 HELD: dict[str, Any] = {"id": 1, "key": "k", "kind": "k", "queue": "q", "payload": 1, "fence": 1, "attempt": 1, "processor": "p"}
 

@@ -138,7 +138,7 @@ def test_the_wheel_names_both_commands(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (entry_points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
         lines = archive.read(entry_points).decode().splitlines()
-    assert {"worker = worker.cli:main", "reliable-worker = worker.cli:main"} <= set(lines)
+    assert {"worker = worker.__main__:main", "reliable-worker = worker.__main__:main"} <= set(lines)
 
 
 def kept_by_pyenv(minor: int) -> list[str]:
