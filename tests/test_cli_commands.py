@@ -160,17 +160,21 @@ def test_handlers_that_cannot_be_imported_are_one_line_with_traceback_and_direct
     assert result.returncode == 78
     [event] = [json.loads(line) for line in result.stdout.splitlines() if '"level":"error"' in line.replace(" ", "")]
     assert event["event"] == "config_invalid"
+    assert re.fullmatch(r".+-[0-9a-f]{8}", event["worker"])
     assert f"cannot import 'broken_jobs' (working directory {tmp_path}): " in event["error"]
     assert "Traceback" in event["exception"]
     assert "import no_such_thing" in event["exception"]
 
 
 def test_the_daemon_says_bad_settings_as_json_on_standard_output(tmp_path: Path) -> None:
-    result = worker("run", directory=tmp_path, DATABASE_URL="postgresql://h/d", WORKERS="0")
-    assert result.returncode == 78
-    [event] = [json.loads(line) for line in result.stdout.splitlines()]
-    assert event["event"] == "config_invalid"
-    assert "WORKERS='0'" in event["error"]
+    for command in (["run"], ["generator", "run"], ["serve"]):
+        result = worker(*command, directory=tmp_path, DATABASE_URL="postgresql://h/d", WORKERS="0", WORKER_NAME="mine")
+        assert result.returncode == 78
+        [event] = [json.loads(line) for line in result.stdout.splitlines()]
+        assert event["event"] == "config_invalid"
+        assert "WORKERS='0'" in event["error"]
+        assert re.fullmatch(r"mine-[0-9a-f]{8}", event["worker"])
+        assert event["version"]
 
 
 @pytest.mark.parametrize(

@@ -182,5 +182,6 @@ def test_a_bar_is_for_terminals_only(database_url: str, tmp_path: Path) -> None:
     assert status == 0
     assert "enqueueing" in shown
     assert "6000 jobs: 6000 created, 0 there before" in shown
+    assert "enqueueing" not in shown[shown.index('{"id"') :], "drawn again with every line, it takes ten times as long"
     piped = worker("enqueue", "--file", file, directory=tmp_path, DATABASE_URL=database_url)
     assert piped.stderr == "6000 jobs: 6000 created, 0 there before\n"

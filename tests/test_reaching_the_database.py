@@ -15,6 +15,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from tests.commands import worker
 from tests.processes import Daemon, cpu_seconds, wait_for
 from tests.roles import PASSWORD, role, url_as
 from tests.servers import PrivateCluster, Server
@@ -142,6 +143,9 @@ def test_a_daemon_waits_for_a_database_that_starts_after_it(private_workplace: W
     daemon.wait_for_event("database_lost")
     assert daemon.find("daemon_ready") == []
     assert daemon.process.poll() is None
+    health = worker("health", directory=workplace.directory)
+    assert health.returncode == 0, "a restart would not bring the database back"
+    assert "database away" in health.stdout
     workplace.cluster.start()
     daemon.wait_for_event("daemon_ready", 20)
     workplace.reconnect()

@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ from worker.store import schema
 from worker.store.connection import Database, safe_text
 from worker.systemd import Notifier
 from worker.version import VERSION
+from worker.watch import seen_alive
 
 _SWITCH_SECONDS = 0.001
 """How long one thread may keep the interpreter while the other waits; five times that is the default, and shows in every commit."""
@@ -57,7 +59,8 @@ def run(settings: Settings, *, burst: bool = False, migrate: bool = False, http:
     not return when it has to end itself with a thread still alive."""
     started_at = local_seconds()
     signals = _Signals()
-    logs.configure(level=settings.log_level, format=settings.log_format, worker=settings.name, version=VERSION)
+    process_id = f"{settings.name}-{secrets.token_hex(4)}"
+    logs.configure(level=settings.log_level, format=settings.log_format, worker=process_id, version=VERSION)
     sys.setswitchinterval(_SWITCH_SECONDS)
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
@@ -66,7 +69,7 @@ def run(settings: Settings, *, burst: bool = False, migrate: bool = False, http:
             raise Stopped(0)
         beside = _http_beside(settings, http)
         _settle_the_heap()
-        serving = _serve(settings, handlers, signals, burst=burst, migrate=migrate, beside=beside)
+        serving = _serve(settings, handlers, signals, process_id=process_id, burst=burst, migrate=migrate, beside=beside)
         status = _run_to_the_end(runner.get_loop(), serving, signals)
     except Stopped:
         status = 0
@@ -136,7 +139,14 @@ def _http_beside(settings: Settings, http: tuple[str, int] | None) -> _Beside:
 
 
 async def _serve(
-    settings: Settings, handlers: Handlers | None, signals: _Signals, *, burst: bool, migrate: bool, beside: _Beside
+    settings: Settings,
+    handlers: Handlers | None,
+    signals: _Signals,
+    *,
+    process_id: str,
+    burst: bool,
+    migrate: bool,
+    beside: _Beside,
 ) -> int:
     asyncio.get_running_loop().set_exception_handler(logs.loop_exception_handler)
     notifier = Notifier()
@@ -149,13 +159,13 @@ async def _serve(
     worker = Worker(
         handlers,
         settings,
+        process_id=process_id,
         burst=burst,
         health_file=lambda id: HealthFile(settings.runtime_dir, id),
         on_beat=beat,
         on_alive=notifier.alive,
         on_waiting=notifier.waiting,
     )
-    logs.configure(level=settings.log_level, format=settings.log_format, worker=worker.id, version=VERSION)
     for name, nearest in unknown_settings():
         logs.emit(events.SETTING_UNKNOWN, setting=name, nearest=nearest)
     logs.emit(
@@ -167,7 +177,12 @@ async def _serve(
         schema=settings.schema_name,
     )
     if migrate:
-        await _migrate(settings, notifier)
+        health = HealthFile(settings.runtime_dir, process_id)
+        try:
+            async with seen_alive(health, process_id=process_id, version=VERSION):
+                await _migrate(settings, notifier)
+        finally:
+            health.remove()
     with signals.heard_by(worker, notifier), beside(worker):
         await worker.start()
         if not worker.is_stopping:

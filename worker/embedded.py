@@ -29,6 +29,8 @@ from worker.rights import RightsThread
 from worker.settings import Settings, load_settings
 from worker.store import schema, waiting
 from worker.store.connection import DATABASE_ERRORS, Database, SessionLimits
+from worker.version import VERSION
+from worker.watch import seen_alive
 
 _BURST_LOOK_SECONDS = 0.2
 _LET_GO_SECONDS = 0.1
@@ -48,6 +50,7 @@ class Worker:
         handlers: Handlers | None = None,
         settings: Settings | None = None,
         *,
+        process_id: str | None = None,
         burst: bool = False,
         health_file: Callable[[str], HealthFile] | None = None,
         on_beat: Callable[[], None] = lambda: None,
@@ -55,7 +58,7 @@ class Worker:
         on_waiting: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.settings = load_settings() if settings is None else settings
-        self.id = f"{self.settings.name}-{secrets.token_hex(4)}"
+        self.id = process_id or f"{self.settings.name}-{secrets.token_hex(4)}"
         """Identity of this process: `processes.id`, and the lease owner of its jobs."""
         self.handlers = self._builtin_handlers() if handlers is None else handlers
         self.status = 0
@@ -196,9 +199,10 @@ class Worker:
                 health = None if self._make_health_file is None else self._make_health_file(self.id)
                 if health is not None:
                     stack.callback(health.remove)
-                await self._reach_database()
+                async with seen_alive(health, process_id=self.id, version=VERSION):
+                    await self._reach_database()
+                    resources = {} if self.is_stopping else await self._enter_lifespans(stack)
                 if not self.is_stopping:
-                    resources = await self._enter_lifespans(stack)
                     await self._work(resources, health)
         finally:
             self.rights.stop(timeout_seconds=1.0)

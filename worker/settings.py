@@ -54,8 +54,12 @@ _SECRET = ("database_url", "listen_database_url", "http_tokens")
 
 
 def _own_name() -> str:
-    """The host's name, made fit to be part of an identity."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:MAX_NAME_BYTES] or "worker"
+    return fit_name(socket.gethostname())
+
+
+def fit_name(name: str) -> str:
+    """`name`, made fit to be part of an identity."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name)[:MAX_NAME_BYTES] or "worker"
 
 
 def _own_runtime_dir() -> Path:

@@ -8,11 +8,12 @@ that is away stops neither: a restart would not bring it back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from worker import events, logs
@@ -29,6 +30,43 @@ SLEPT_SECONDS = 0.5
 """So much more on the clock that goes on while the host sleeps than on the other is a sleep."""
 LOOP_BLOCKED_SECONDS = 1.0
 _STACK_FRAMES = 20
+
+
+@contextlib.asynccontextmanager
+async def seen_alive(health_file: HealthFile | None, *, process_id: str, version: str) -> AsyncIterator[None]:
+    """Leave heartbeats during the block, in which a process waits for its database, or for what its handlers need: it is alive, and
+    a restart would bring neither nearer."""
+    if health_file is None:
+        yield
+        return
+    beating = asyncio.create_task(_beat_unready(health_file, process_id=process_id, version=version), name="beat unready")
+    try:
+        yield
+    finally:
+        beating.cancel()
+        await asyncio.wait({beating})
+
+
+async def _beat_unready(health_file: HealthFile, *, process_id: str, version: str) -> None:
+    pid_started = process_started(os.getpid()) or ""
+    while True:
+        health_file.write(
+            Heartbeat(
+                id=process_id,
+                pid=os.getpid(),
+                pid_started=pid_started,
+                version=version,
+                written_at_seconds=local_seconds(),
+                beat_seconds=BEAT_SECONDS,
+                loop_lag_seconds=0.0,
+                loop_allowed=False,
+                claim_age_seconds=0.0,
+                claim_allowed_seconds=0.0,
+                database_up=False,
+                stopping=False,
+            )
+        )
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 class Watch:

@@ -77,13 +77,10 @@ def enqueue(
     of_one = (key, queue, priority, delay, at, max_attempts)
     if of_one != (None, DEFAULT_QUEUE, 0, None, None, DEFAULT_MAX_ATTEMPTS):
         raise typer.BadParameter("what is said of one job stands in its line, not beside the file", param_hint="--file")
-    with (
-        _open(file) as source,
-        tempfile.TemporaryFile("w+", encoding="utf-8") as answers,
-        _progress(source) as show,
-    ):
-        bulk = _Bulk(source, answers, show)
-        with_schema(embedded, data_dir, bulk.enqueue, limit_seconds=None, session=PATIENT_SESSION)
+    with _open(file) as source, tempfile.TemporaryFile("w+", encoding="utf-8") as answers:
+        with _progress(source) as show:
+            bulk = _Bulk(source, answers, show)
+            with_schema(embedded, data_dir, bulk.enqueue, limit_seconds=None, session=PATIENT_SESSION)
         # Only now are they true: all or none.
         answers.seek(0)
         for number, line in enumerate(answers):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from worker import events, logs
 from worker.cli.enqueue import read_payload
 from worker.cli.printing import print_json, print_rows
 from worker.cli.reaching import DataDir, Embedded, Json, reach, with_schema
+from worker.cli.refusal import refused
 from worker.errors import ConfigError
 from worker.generation import Wish, wish
 from worker.new_job import new_job
@@ -64,12 +63,7 @@ def run(
         with reach(embedded, data_dir) as settings:
             status = generator_process.run(settings, wanted, migrate=embedded)
     except ConfigError as error:
-        console = os.environ.get("WORKER_LOG_FORMAT", "").strip().lower() == "console"
-        logs.configure(format="console" if console else "json")
-        for line in error.lines:
-            logs.emit(events.CONFIG_INVALID, error=line)
-        logs.flush(1)
-        raise typer.Exit(78) from None
+        raise refused(error) from None
     raise typer.Exit(status)
 
 

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from worker import events, logs
 from worker.cli.printing import print_error, print_line, print_rows
 from worker.cli.reaching import DataDir, Embedded, connected, database_of, reach
+from worker.cli.refusal import refused
 from worker.cli.serve import http_address
 from worker.errors import ConfigError
 from worker.health import HealthFile, all_well, read_verdicts
@@ -47,12 +47,7 @@ def run(
                 print(f"DATABASE_URL={url}", file=sys.stderr, flush=True)
             status = daemon.run(settings, burst=burst, migrate=migrate or embedded, http=http)
     except ConfigError as error:
-        console = os.environ.get("WORKER_LOG_FORMAT", "").strip().lower() == "console"
-        logs.configure(format="console" if console else "json")
-        for line in error.lines:
-            logs.emit(events.CONFIG_INVALID, error=line)
-        logs.flush(1)
-        raise typer.Exit(78) from None
+        raise refused(error) from None
     raise typer.Exit(status)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Annotated
 
 import typer
 
-from worker import events, logs
 from worker.cli.reaching import DataDir, Embedded, reach
+from worker.cli.refusal import refused
 from worker.errors import ConfigError
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
@@ -29,12 +28,7 @@ def serve(
         with reach(embedded, data_dir) as settings:
             status = server.run(settings, host=host, port=port, migrate=embedded)
     except ConfigError as error:
-        console = os.environ.get("WORKER_LOG_FORMAT", "").strip().lower() == "console"
-        logs.configure(format="console" if console else "json")
-        for line in error.lines:
-            logs.emit(events.CONFIG_INVALID, error=line)
-        logs.flush(1)
-        raise typer.Exit(78) from None
+        raise refused(error) from None
     raise typer.Exit(status)
 
 

@@ -49,7 +49,11 @@ class Pool:
                 reset=_leave_session if self._database.pooler else None,
             )
         pool = self._pool
-        connection = await pool.acquire(timeout=timeout_seconds)
+        try:
+            connection = await pool.acquire(timeout=timeout_seconds)
+        except TimeoutError:
+            what = f"none of the {self._size} connections of the pool was to be had within {timeout_seconds:g} s"
+            raise TimeoutError(what) from None
         opened_at = connection.opened_at
         release_seconds = self._database.limits.statement_timeout_seconds
         try:
