@@ -64,6 +64,34 @@ async def test_dicts_and_lists_go_to_json_columns_and_text_stays_json(database_u
         assert await run.value("SELECT a FROM lists") == ["a", None]
 
 
+async def test_an_argument_is_what_it_was_at_the_call(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("write")
+    async def write(job: Job[object]) -> None:
+        document = {"steps": [1]}
+        job.effect("INSERT INTO documents VALUES ($1)", document)
+        document["steps"].append(2)
+
+    async with running(database_url, handlers) as run:
+        await run.connection.execute("CREATE TABLE documents (a jsonb)")
+        assert (await run.run("write"))["state"] == "succeeded"
+        assert await run.value("SELECT a ->> 'steps' FROM documents") == "[1]"
+
+
+async def test_what_is_recorded_after_the_handler_has_returned_is_refused(database_url: str) -> None:
+    handlers, jobs = Handlers(), []
+
+    @handlers.job("write")
+    async def write(job: Job[object]) -> None:
+        jobs.append(job)
+
+    async with running(database_url, handlers) as run:
+        assert (await run.run("write"))["state"] == "succeeded"
+    with pytest.raises(RuntimeError, match="the handler has returned"):
+        jobs[0].effect("SELECT 1")
+
+
 async def test_a_statement_that_is_no_effect_is_refused_at_the_call(database_url: str) -> None:
     handlers, refused = Handlers(), []
 

@@ -157,6 +157,7 @@ class Attempt:
             result = None if value is None else encode_json(value, "result")
         except (TypeError, ValueError) as error:
             return failure(error)
+        job._has_returned = True
         return Succeeded(result, tuple(job._effects) if job._effects else ())
 
     def _raised(self, job: Job[object], error: BaseException) -> Outcome:

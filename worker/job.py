@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -61,6 +62,7 @@ class Job(Generic[P]):
         "_connections",
         "_deadline",
         "_effects",
+        "_has_returned",
         "_held",
         "_in_thread",
         "_log",
@@ -87,6 +89,7 @@ class Job(Generic[P]):
         self._in_thread = in_thread
         self._effects: list[Effect] | None = None
         self._connections = 0
+        self._has_returned = False
         self._transaction_used = False
         self._transaction_error: BaseException | None = None
         """What rolled the transaction back: the attempt's outcome, whatever the handler makes of it."""
@@ -151,9 +154,14 @@ class Job(Generic[P]):
         """Record one statement to be committed together with the completion, after the handler has returned.
 
         One INSERT, UPDATE, DELETE, MERGE or SELECT (a leading WITH is allowed), arguments as asyncpg takes them, dict and list for
-        json and jsonb. Dropped unless the handler returns. Raises ValueError for any other statement, RuntimeError after
-        `transaction()`.
+        json and jsonb, as they are at the call. Dropped unless the handler returns. Raises ValueError for any other statement,
+        RuntimeError after `transaction()`, and when the handler has returned.
         """
+        # As they are now: what the handler goes on to do with a dict is not meant.
+        for argument in arguments:
+            if isinstance(argument, (dict, list)):
+                arguments = copy.deepcopy(arguments)
+                break
         self._record(sql, arguments, must_be_alone(sql), _caller())
 
     def enqueue(
@@ -193,6 +201,8 @@ class Job(Generic[P]):
         self._record(sql, arguments, False, _caller())
 
     def _record(self, sql: str, arguments: tuple[object, ...], alone: bool, called_from: CodePlace) -> None:
+        if self._has_returned:
+            raise RuntimeError("the handler has returned: what it left to be committed is on its way")
         if self._transaction_used:
             raise RuntimeError("job.effect and job.enqueue are for handlers without job.transaction(): run the statement on `tx`")
         if self._effects is None:
