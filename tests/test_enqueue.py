@@ -16,7 +16,7 @@ import pytest_asyncio
 from tests.processes import await_for
 from tests.servers import WAIT_FOR_US
 from worker.new_job import new_job
-from worker.store import bulk, schema
+from worker.store import bulk, enqueueing, schema
 from worker.store.bulk import KeyVanished, enqueue_many, enqueue_part
 from worker.store.enqueueing import Enqueued, enqueue
 from worker.store.finished import wait
@@ -325,6 +325,18 @@ async def test_many_keys_of_the_callers_are_one_statement_a_chunk_and_one_subtra
         assert [query.split()[0] for query in said] == ["SAVEPOINT", "SELECT", "WITH", "WITH", "WITH", "RELEASE"]
     writers = "SELECT count(DISTINCT xmin::text) FROM jobs WHERE idempotency_key <> 'before'"
     assert await connection.fetchval(writers) == 1
+
+
+async def test_a_plan_made_for_an_empty_table_compares_no_row_with_each_key(connection: asyncpg.Connection) -> None:
+    """It is kept while the table grows: so would be what it costs."""
+    await connection.execute("SET plan_cache_mode = force_generic_plan")
+    arguments = (["a", "b"], [0, 1], 0, ["1", "2"], "message", "default", 0, None, 0.0, 5)
+    insert = enqueueing.in_schema(bulk.INSERT_MANY_ALIKE + bulk._NEW_ONES_AND_OLD, "public")
+    for text, values in ((insert, arguments), (enqueueing.in_schema(bulk.FIND_BY_KEYS, "public"), arguments[:1])):
+        plan = "\n".join(row[0] for row in await connection.fetch(f"EXPLAIN (COSTS OFF) {text}", *values))
+        assert "jobs" in plan
+        assert "Join Filter" not in plan, plan
+        assert "ANY" not in plan, plan
 
 
 async def test_a_part_of_a_transaction_says_what_came_and_went_and_writes_no_savepoint(

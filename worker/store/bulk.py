@@ -216,15 +216,17 @@ SELECT array_agg(idempotency_key), array_agg(id) FROM new
 """
 
 # With the jobs that have one of the keys already, as the snapshot of the statement shows them; where none is in the way nobody
-# looks for them. Index jobs_idempotency_key_key.
+# looks for them. Index jobs_idempotency_key_key. A join, and not `= ANY`: a plan that was made while the table was small would
+# go on comparing each row with each key (measured: 1,500 jobs/s in place of 80,000).
 _NEW_ONES_AND_OLD = """
     ON CONFLICT (idempotency_key) DO NOTHING
     RETURNING idempotency_key, id
 )
 SELECT n.*, o.*
 FROM (SELECT array_agg(idempotency_key), array_agg(id) FROM new) AS n,
-    (SELECT array_agg(idempotency_key), array_agg(id), array_agg(state) FROM {schema}.jobs
-    WHERE (SELECT count(*) FROM new) < cardinality($1::text[]) AND idempotency_key = ANY ($1::text[])) AS o
+    (SELECT array_agg(j.idempotency_key), array_agg(j.id), array_agg(j.state)
+    FROM unnest($1::text[]) AS k (key) JOIN {schema}.jobs AS j ON j.idempotency_key = k.key
+    WHERE (SELECT count(*) FROM new) < cardinality($1::text[])) AS o
 """
 
 
@@ -240,10 +242,10 @@ async def _insert(connection: asyncpg.Connection, chunk: _Chunk, started_at: int
     return _Written(keys or (), ids or (), old)
 
 
+# The same way.
 FIND_BY_KEYS = """
-SELECT idempotency_key, id, state
-FROM {schema}.jobs
-WHERE idempotency_key = ANY ($1::text[])
+SELECT j.idempotency_key, j.id, j.state
+FROM unnest($1::text[]) AS k (key) JOIN {schema}.jobs AS j ON j.idempotency_key = k.key
 """
 
 
