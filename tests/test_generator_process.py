@@ -159,7 +159,7 @@ def test_a_stop_during_an_outage_leaves_the_lease_to_expiry_and_says_so(workplac
             assert (leader.wait(), other.wait()) == (75, 0)
         assert not leader.find("generator_released")
         # By its own decision, not by the limit of the stop.
-        assert "duration_ms" in leader.find("shutdown_complete", status=75)[0]
+        assert "uptime_ms" in leader.find("shutdown_complete", status=75)[0]
 
 
 def test_a_lease_is_called_released_only_if_the_database_says_so(fleet: Fleet) -> None:

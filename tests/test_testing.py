@@ -8,6 +8,7 @@ import pytest
 
 from tests.inprocess import connect, seen
 from worker import Handlers, Job, Retry, Snooze, enqueue
+from worker.errors import ConfigError
 from worker.testing import drain, run_job
 
 handlers = Handlers()
@@ -44,6 +45,11 @@ async def test_run_job_makes_one_attempt_unless_told_otherwise(database_url: str
     assert await run_job(handlers, "fail", None, dsn=database_url) == ("dead", None, "ValueError: attempt 1")
     assert await run_job(handlers, "fail", None, dsn=database_url, max_attempts=3) == ("dead", None, "ValueError: attempt 3")
     assert (await run_job(handlers, "at the second try", None, dsn=database_url, max_attempts=2)).result == 2
+
+
+async def test_run_job_says_that_the_schema_is_missing_and_what_to_do(empty_database_url: str) -> None:
+    with pytest.raises(ConfigError, match="worker migrate"):
+        await run_job(handlers, "greet", "you", dsn=empty_database_url)
 
 
 async def test_run_job_touches_no_other_job(database_url: str) -> None:

@@ -77,7 +77,7 @@ def run(settings: Settings, *, burst: bool = False, migrate: bool = False, http:
         status = ending.status_of(error, where="daemon")
     signals.ignore()
     ending.close_in_time(runner, status, limit_seconds=_CLOSE_SECONDS)
-    logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
+    logs.emit(events.SHUTDOWN_COMPLETE, status=status, uptime_ms=round((local_seconds() - started_at) * 1000))
     faulthandler.cancel_dump_traceback_later()
     logs.flush(1.0)
     return status

@@ -52,7 +52,7 @@ def run(settings: Settings, wish: Wish, *, migrate: bool = False) -> int:
         status = ending.status_of(error, where="generator")
     signals.ignore()
     ending.close_in_time(runner, status, limit_seconds=_END_SECONDS)
-    logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
+    logs.emit(events.SHUTDOWN_COMPLETE, status=status, uptime_ms=round((local_seconds() - started_at) * 1000))
     logs.flush(1.0)
     return status
 

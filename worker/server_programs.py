@@ -163,7 +163,7 @@ def require_same_version(pgdata: Path, account: Account, programs: Path) -> None
     if made_by != ours:
         raise ClusterError(
             f"{pgdata} holds data of PostgreSQL {made_by}, and the server in {programs} is PostgreSQL {ours}: "
-            f"install PostgreSQL {made_by}, or choose another directory for the data"
+            f"install PostgreSQL {made_by} ({INSTALL_HINT} may bring it), or choose another directory for the data (--data-dir)"
         )
 
 

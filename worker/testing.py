@@ -13,6 +13,7 @@ import secrets
 from worker.embedded import Worker
 from worker.handlers import Handlers
 from worker.settings import Settings
+from worker.store import schema as tables
 from worker.store.connection import Database
 from worker.store.enqueueing import enqueue
 from worker.store.finished import Finished, wait
@@ -34,13 +35,15 @@ async def run_job(
     """Enqueue one job, run it to its end (one attempt, unless `max_attempts` says more), and return its state, result and error.
 
     The job goes to a queue of its own, so nothing else is touched. With a key that exists already, the existing job is waited for.
-    Raises LookupError for a kind that these handlers do not know, TimeoutError when the job has not ended in time.
+    Raises LookupError for a kind that these handlers do not know, TimeoutError when the job has not ended in time, ConfigError when
+    the database has not our tables or not the rights.
     """
     if kind not in handlers.kinds:
         raise LookupError(f"kind {kind!r} is none of these handlers: {', '.join(sorted(handlers.kinds)) or 'they have none'}")
     queue = f"testing-{secrets.token_hex(8)}"
     connection = await Database(dsn, schema=schema).connect("testing")
     try:
+        await tables.verify(connection, schema)
         enqueued = await enqueue(connection, kind, payload, key=key, queue=queue, max_attempts=max_attempts, schema=schema)
         settings = Settings(
             database_url=dsn, schema_name=schema, workers=1, queues=(queue,), backoff_base_seconds=0, poll_seconds=0.05

@@ -175,10 +175,13 @@ class Watch:
     def _report(self) -> None:
         frame = sys._current_frames().get(self._work_thread)
         stack = "" if frame is None else "".join(traceback.format_stack(frame, limit=_STACK_FRAMES))
-        kinds = sorted({attempt.held.job.kind for attempt in self._pool.running()})
+        blocking = asyncio.current_task(self._work_loop)
+        running = self._pool.running()
+        guilty = [attempt for attempt in running if blocking is not None and attempt.runs_in(blocking)]
+        kinds = sorted({attempt.held.job.kind for attempt in guilty or running})
         logs.emit(
             events.LOOP_BLOCKED,
             blocked_seconds=round(self.lag_seconds, 3),
-            kind=kinds[0] if len(kinds) == 1 else kinds,
+            kind=", ".join(kinds),
             stack=stack,
         )

@@ -51,7 +51,7 @@ def run(settings: Settings, *, host: str, port: int, migrate: bool = False) -> i
         status = ending.status_of(error, where="serve")
     signals.ignore()
     ending.close_in_time(runner, status, limit_seconds=_END_SECONDS)
-    logs.emit(events.SHUTDOWN_COMPLETE, status=status, duration_ms=round((local_seconds() - started_at) * 1000))
+    logs.emit(events.SHUTDOWN_COMPLETE, status=status, uptime_ms=round((local_seconds() - started_at) * 1000))
     logs.flush(1.0)
     return status
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json as json_text
 import signal
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from worker.cli.printing import print_error, print_json, print_line, print_rows, safe
+from worker.cli.printing import print_error, print_json, print_line, print_rows, progress_line
 from worker.cli.reaching import DataDir, Embedded, Json, database_of, reach
 from worker.settings import Settings
 from worker.store.connection import Database
@@ -93,7 +91,7 @@ def bench(
     with (
         reach(embedded, data_dir) as settings,
         tempfile.TemporaryDirectory(prefix="reliable-worker-bench-") as directory,
-        _progress() as say,
+        progress_line() as say,
     ):
         made, document, failures = _run(settings, plan, Path(directory), say)
     if json:
@@ -151,22 +149,6 @@ def _tasks(text: str) -> tuple[int, ...]:
     if not all(1 <= number <= _MOST_TASKS for number in numbers):
         raise typer.BadParameter(f"must be numbers from 1 to {_MOST_TASKS}, as in 10,50", param_hint="--tasks")
     return tuple(dict.fromkeys(numbers))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """One line that says what is being measured, for a person at a terminal; standard output stays as it is."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-
-    def say(text: str) -> None:
-        print(f"\r\x1b[K{safe(text)} …", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield say
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _print_tables(book: Book, document: dict[str, object]) -> None:

@@ -182,7 +182,7 @@ def _progress() -> Iterator[Show]:
             tenth = progress.ended * 10 // max(progress.total, 1)
             if tenth > shown:
                 shown = tenth
-                _say(f"{progress.ended} of {progress.total} jobs done, {progress.running} running")
+                _say(f"{progress.ended} of {progress.total} jobs done, {progress.running} claimed")
 
         yield show_line
         return

@@ -6,11 +6,12 @@ nor break a line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 # Control characters of both sorts, line separators, what turns the direction of text, and what is no text at
 # all.
@@ -141,7 +142,7 @@ def _needed_cells(name: str, column: Sequence[str], is_folded: bool) -> int:
     from rich.cells import cell_len
 
     width = max(map(cell_len, (name, *column)))
-    return 2 + (min(width, _FOLDED_CELLS) if is_folded else width)
+    return 3 + (min(width, _FOLDED_CELLS) if is_folded else width)
 
 
 def safe(text: str) -> str:
@@ -160,3 +161,19 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if value < 100 else f"{value:.0f}"
     return safe(str(value))
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """One line that says what is being done, for a person at a terminal; standard output stays as it is."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+
+    def say(text: str) -> None:
+        print(f"\r\x1b[K{safe(text)} …", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield say
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

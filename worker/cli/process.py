@@ -28,7 +28,10 @@ def run(
     data_dir: DataDir = None,
     burst: Annotated[
         bool,
-        typer.Option("--burst", help="End with 0 once no job of these queues and kinds is ready or running."),
+        typer.Option(
+            "--burst",
+            help="End with 0 once no job of these queues and kinds is due, running or to be tried again.",
+        ),
     ] = False,
     migrate: Annotated[bool, typer.Option("--migrate", help="Apply or upgrade the schema first.")] = False,
     serve: Annotated[

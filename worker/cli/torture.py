@@ -7,7 +7,6 @@ import contextlib
 import random
 import secrets
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from worker.cli.printing import print_error, print_json, print_line, print_rows, safe
+from worker.cli.printing import print_error, print_json, print_line, print_rows, progress_line, safe
 from worker.cli.reaching import Embedded, Json, database_of
 from worker.settings import Settings, load_settings
 
@@ -65,7 +64,7 @@ def torture(
     with (
         _reached(embedded, database_url) as (settings, own_server),
         tempfile.TemporaryDirectory(prefix="reliable-worker-torture-") as directory,
-        _progress() as say,
+        progress_line() as say,
     ):
         findings, document, left_behind = _run(wish, settings, own_server, Path(directory), say, chosen=faults is not None)
     for text in left_behind:
@@ -74,10 +73,12 @@ def torture(
         print_json(document)
     else:
         _print_report(document)
+    if findings.breaches:
+        print_error(f"{len(findings.breaches)} breaches, seed {wish.seed}")
     if findings.breaches or left_behind:
-        if findings.breaches:
-            print_error(f"{len(findings.breaches)} breaches, seed {wish.seed}")
         raise typer.Exit(1)
+    if not json:
+        print_line(f"no breach, seed {wish.seed}")
 
 
 @contextlib.contextmanager
@@ -141,22 +142,6 @@ def _run(
         except TortureFailed as error:
             print_error(str(error))
             raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """One line that says what is being done, for a person at a terminal; standard output stays as it is."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-
-    def say(text: str) -> None:
-        print(f"\r\x1b[K{safe(text)} …", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield say
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _print_report(document: dict[str, Any]) -> None:
