@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from worker.clock import local_seconds
+
 MAX_QUEUED_LINES = 50_000
 MAX_QUEUED_BYTES = 16 * 1024 * 1024
 _WRITE_BYTES = 64 * 1024
@@ -62,7 +64,24 @@ class Sink:
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything queued so far and meanwhile is written; False when the limit came first."""
         with self._lock:
+            if self._thread is None:
+                return self._write_here(local_seconds() + timeout_seconds)
             return self._changed.wait_for(lambda: not self._lines and not self._writing, timeout_seconds)
+
+    def _write_here(self, until: float) -> bool:
+        """As Python 3.12 and later go down they start no thread any more: write what the reader takes until then."""
+        while self._lines:
+            batch, _ = self._take()
+            rest = memoryview(batch)
+            try:
+                while rest and select.select([], [self._fd], [], max(until - local_seconds(), 0.0))[1]:
+                    rest = rest[os.write(self._fd, rest[: select.PIPE_BUF]) :]  # so much of it does not block
+            except OSError:
+                pass
+            self._writing = False
+            if rest:
+                return False
+        return True
 
     def _start(self) -> None:
         # A daemon thread: a reader that never reads must not keep the process alive.
