@@ -12,13 +12,14 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 from psycopg import conninfo, sql
 
-from tests.processes import ROOT
+from tests.processes import ROOT, wait_for
 from worker.cluster import Cluster, start_or_adopt, temporary_cluster
 
 SCHEMA_SQL = ROOT / "schema.sql"
@@ -140,9 +141,36 @@ def commits_wait_for_a_standby(url: str) -> Iterator[None]:
 
     name_standby("ghost")
     try:
+        _wait_until_commits_wait(url)
         yield
     finally:
         name_standby("")
+
+
+def _wait_until_commits_wait(url: str) -> None:
+    """A reload is heard of a little later."""
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event = 'SyncRep'"
+    with (
+        psycopg.connect(url, autocommit=True, options="-c synchronous_commit=on") as one,
+        psycopg.connect(url, autocommit=True, options="-c synchronous_commit=local") as other,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        pid = one.info.backend_pid
+
+        def waits() -> bool:
+            [(count,)] = other.execute(waiting, (pid,)).fetchall()
+            return count == 1
+
+        def is_in_force() -> bool:
+            asked = thread.submit(one.execute, "SELECT pg_logical_emit_message(true, 'probe', '')")
+            wait_for(lambda: asked.done() or waits())
+            if asked.done():
+                return False
+            other.execute("SELECT pg_cancel_backend(%s)", (pid,))
+            asked.result(60)
+            return True
+
+        wait_for(is_in_force)
 
 
 def _container(image: str) -> contextlib.AbstractContextManager[str] | None:

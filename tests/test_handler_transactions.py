@@ -254,8 +254,14 @@ async def test_entering_the_transaction_without_the_lease_raises_lease_lost(data
             raised.append(str(error))
             raise
 
+    @handlers.job("first")
+    async def first(job: Job[object]) -> None: ...
+
     async with running(database_url, handlers, lease_seconds=600, **shape) as run:
         await run.connection.execute(TABLE)
+        # The first beat of the keeper is over by then, and the next one is far: it would tell the handler before.
+        await run.run("first")
+        await await_for(lambda: run.value("SELECT count(*) FROM processes"))
         id = await run.enqueue("own")
         said = await run.said(events.JOB_ABANDONED, job_id=id)
         assert said["reason"] == "lease_lost"
