@@ -18,7 +18,8 @@ import psycopg
 from psycopg.rows import namedtuple_row
 
 from tests.commands import worker
-from tests.processes import Daemon, environment, wait_for
+from tests.processes import Daemon, environment
+from tests.waiting import wait_for
 
 LEASE_SECONDS = 1.0
 SLOW_MACHINE_SECONDS = 10.0

@@ -12,7 +12,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import Handlers, Settings, Worker, enqueue
 from worker.domain_json import decode_json
 from worker.events import ALL, Event

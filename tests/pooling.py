@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import psycopg
 
-from tests.processes import wait_for
+from tests.waiting import wait_for
 from worker.server_programs import server_account
 from worker.store.dsn import parse
 

@@ -2,70 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
+from tests.waiting import wait_for
+
 ROOT = Path(__file__).resolve().parent.parent
-LOOK_AGAIN_SECONDS = 0.02
-
-T = TypeVar("T")
-
-
-def wait_for(fact: Callable[[], T], timeout_seconds: float = 10) -> T:
-    """The first true answer of `fact`, in which an AssertionError means: not yet. Fails after the time.
-
-    What must hold all the while is noted in `fact` and asserted afterwards.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        answer, doubt = _ask(fact)
-        if answer:
-            return answer
-        if time.monotonic() > deadline:
-            raise _never(fact, timeout_seconds, answer) from doubt
-        time.sleep(LOOK_AGAIN_SECONDS)
-
-
-async def await_for(fact: Callable[[], T | Awaitable[T]], timeout_seconds: float = 10) -> T:
-    """The same inside a running loop, which goes on meanwhile; `fact` may be a coroutine function."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        answer, doubt = _ask(fact)
-        if inspect.isawaitable(answer):
-            try:
-                answer = await answer
-            except AssertionError as error:
-                answer, doubt = None, error
-        if answer:
-            return answer
-        if time.monotonic() > deadline:
-            raise _never(fact, timeout_seconds, answer) from doubt
-        await asyncio.sleep(LOOK_AGAIN_SECONDS)
-
-
-def _ask(fact: Callable[[], T]) -> tuple[T | None, AssertionError | None]:
-    try:
-        return fact(), None
-    except AssertionError as error:
-        return None, error
-
-
-def _never(fact: Callable[..., object], timeout_seconds: float, answer: object) -> AssertionError:
-    name = getattr(fact, "__qualname__", repr(fact))
-    return AssertionError(f"{name} was not true within {timeout_seconds:g} s; last answer: {answer!r}")
 
 
 class Daemon:

@@ -17,8 +17,8 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from tests.processes import wait_for
 from tests.servers import SETTINGS, apply_schema
+from tests.waiting import wait_for
 from worker.cluster import Cluster, start_or_adopt
 from worker.server_process import PORT
 from worker.server_programs import ClusterError, programs_for, server_account

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 from psycopg import conninfo, sql
 
-from tests.processes import ROOT, wait_for
+from tests.processes import ROOT
+from tests.waiting import wait_for
 from worker.cluster import Cluster, start_or_adopt, temporary_cluster
 
 SCHEMA_SQL = ROOT / "schema.sql"

@@ -19,9 +19,10 @@ import psycopg
 import pytest
 
 from tests.commands import worker, worker_at_a_terminal
-from tests.processes import ROOT, environment, wait_for
+from tests.processes import ROOT, environment
 from tests.roles import role, url_as
 from tests.servers import Server, execute
+from tests.waiting import wait_for
 from worker.bench import machine
 from worker.bench.arena import text_of
 from worker.bench.results import Book, Sample, Usage, quantile

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from tests.inprocess import Run, running
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import Handlers, Job
 
 SHAPES = pytest.mark.parametrize("batch", [300, 1], ids=["batches", "textbook"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.inprocess import connect, running, seen
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import Handlers, Job
 from worker.clock import local_seconds
 from worker.holding import Holdings

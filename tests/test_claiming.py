@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.inprocess import SHAPES, Run, both_shapes, connect, quick, running, seen
-from tests.processes import await_for
 from tests.roles import role, url_as
 from tests.servers import Server, execute
+from tests.waiting import await_for
 from worker import Handlers, Job, Worker, committer, events, keeper, reaper
 from worker.domain import ClaimedJob
 from worker.store import claiming, leasing, reaping, settling

@@ -19,7 +19,8 @@ import psycopg
 import pytest
 
 from tests.commands import worker, worker_at_a_terminal
-from tests.processes import Daemon, environment, wait_for
+from tests.processes import Daemon, environment
+from tests.waiting import wait_for
 from worker.cli import demo
 
 

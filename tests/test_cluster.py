@@ -14,7 +14,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.processes import environment, wait_for
+from tests.processes import environment
+from tests.waiting import wait_for
 from worker import cluster as cluster_module
 from worker.cluster import Cluster, ClusterError, default_data_dir, start_or_adopt, temporary_cluster
 from worker.server_process import is_server

@@ -17,9 +17,9 @@ import uvloop
 
 from tests.connecting import connected, database
 from tests.ports import Port, Proxy
-from tests.processes import await_for
 from tests.roles import PASSWORD, url_as
 from tests.servers import Server, execute, with_database
+from tests.waiting import await_for
 from worker.store.connection import (
     ConnectFailed,
     Lane,

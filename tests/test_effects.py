@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.inprocess import SHAPES, Run, both_shapes, quick, running, seen
-from tests.processes import await_for
 from tests.servers import ADVISORY_LOCKS, Server
+from tests.waiting import await_for
 from worker import Handlers, Job, Worker, events
 
 TABLE = "CREATE TABLE applied (key text, note int)"

@@ -13,8 +13,8 @@ import psycopg
 import pytest
 import pytest_asyncio
 
-from tests.processes import await_for
 from tests.servers import WAIT_FOR_US
+from tests.waiting import await_for
 from worker.new_job import new_job
 from worker.store import bulk, enqueueing, schema
 from worker.store.bulk import KeyVanished, enqueue_many, enqueue_part

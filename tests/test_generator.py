@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.generators import LEASE_SECONDS, Fleet, Route
-from tests.processes import wait_for
+from tests.waiting import wait_for
 from tests.workplace import frozen
 
 # --- who produces

@@ -15,10 +15,11 @@ from psycopg.rows import namedtuple_row
 
 from tests.commands import worker
 from tests.generators import SLOW_MACHINE_SECONDS, Fleet, Route
-from tests.processes import below_a_namespace, process_1_of, wait_for
+from tests.processes import below_a_namespace, process_1_of
 from tests.psql import grant
 from tests.roles import role, url_as
 from tests.servers import Server
+from tests.waiting import wait_for
 from tests.workplace import Workplace
 
 # --- stopping

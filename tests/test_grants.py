@@ -11,10 +11,11 @@ import psycopg
 import pytest
 
 from tests.commands import worker
-from tests.processes import Daemon, wait_for
+from tests.processes import Daemon
 from tests.psql import GRANTS, apply_by_psql, grant, psql
 from tests.roles import role, url_as
 from tests.servers import Server
+from tests.waiting import wait_for
 from worker.store import schema
 from worker.store.bulk import enqueue_many
 from worker.store.enqueueing import enqueue

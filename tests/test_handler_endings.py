@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.inprocess import both_shapes, running
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import (
     Discard,
     Handlers,

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.inprocess import APPLIED, APPLY, TABLE, expire, running
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import (
     Handlers,
     Job,

@@ -11,8 +11,8 @@ import asyncpg
 import pytest
 
 from tests.inprocess import APPLIED, APPLY, TABLE, both_shapes, connect, expire, running
-from tests.processes import await_for
 from tests.servers import ADVISORY_LOCKS
+from tests.waiting import await_for
 from worker import (
     Discard,
     EffectAlreadyApplied,

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel, field_validator
 
 from tests.inprocess import APPLIED, APPLY, TABLE, connect, quick, running, seen
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import (
     Handlers,
     Job,

@@ -14,8 +14,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.processes import ROOT, Daemon, wait_for
+from tests.processes import ROOT, Daemon
 from tests.replicas import Pair, lacking, pairs
+from tests.waiting import wait_for
 from tests.workplace import LEASE_SECONDS, Note, Workplace
 from worker.lost_claims import MOST_OUTSTANDING
 

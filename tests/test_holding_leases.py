@@ -19,10 +19,10 @@ import pytest
 from tests.inprocess import listening, quick
 from tests.lease_rows import Db, is_live, row
 from tests.ports import Proxy
-from tests.processes import await_for
 from tests.psql import grant
 from tests.roles import role, url_as
 from tests.servers import Server
+from tests.waiting import await_for
 from worker import Handlers, Job, LeaseHeld, LeaseLost, Leases, Worker, enqueue, events, lease_desk, wait
 from worker.clock import local_seconds
 from worker.errors import ConfigError, DatabaseUnavailable, SchemaError

@@ -14,9 +14,9 @@ import pytest
 
 from tests.commands import worker
 from tests.inprocess import Run, both_shapes, quick, running, seen
-from tests.processes import await_for
 from tests.roles import role, url_as
 from tests.servers import Server, execute
+from tests.waiting import await_for
 from worker import Handlers, Job, Worker, enqueue, enqueue_many, events
 from worker.store.connection import Database
 from worker.store.schema import migrate

@@ -18,9 +18,9 @@ import httpx
 import psycopg
 import pytest
 
-from tests.processes import await_for, wait_for
 from tests.servers import PrivateCluster
 from tests.serving import TOKEN, Served
+from tests.waiting import await_for, wait_for
 from worker.api.claims import Claims
 from worker.api.coalescing import QUEUE, Coalescer, Waiting
 from worker.api.outcomes import FINISH_SETTINGS, Outcomes

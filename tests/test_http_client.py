@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import await_for, environment, wait_for
+from tests.processes import environment
 from tests.serving import TOKEN, Served, eating
+from tests.waiting import await_for, wait_for
 from tests.workplace import Workplace
 from worker import LeaseLost, Leases, TaskClient
 from worker.clock import local_seconds

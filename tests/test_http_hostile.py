@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import await_for, wait_for
 from tests.serving import TOKEN, Served, error_of
+from tests.waiting import await_for, wait_for
 from worker.api import connections
 from worker.api.auth import Tokens
 from worker.api.connections import MOST_UNREAD, RESERVED_DESCRIPTORS

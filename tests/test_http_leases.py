@@ -14,8 +14,8 @@ import psycopg
 import pytest
 from psycopg.rows import namedtuple_row
 
-from tests.processes import wait_for
 from tests.serving import TOKEN, Served, error_of
+from tests.waiting import wait_for
 from worker.api.name_beats import ROLE, NameBeats
 from worker.api.problems import Problem
 from worker.holding import HeldName

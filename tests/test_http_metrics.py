@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.processes import ROOT, await_for, wait_for
+from tests.processes import ROOT
 from tests.serving import Served
+from tests.waiting import await_for, wait_for
 from tests.workplace import Workplace
 from worker.api.cached import Cached
 from worker.api.metrics import CACHED_SECONDS, MOST_LABELS, OTHERS, Labels

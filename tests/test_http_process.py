@@ -19,10 +19,11 @@ import pytest
 from psycopg import sql
 
 from tests.commands import worker
-from tests.processes import Daemon, below_a_namespace, environment, process_1_of, wait_for
+from tests.processes import Daemon, below_a_namespace, environment, process_1_of
 from tests.roles import role, url_as
 from tests.servers import WAIT_FOR_US, PrivateCluster, Server
 from tests.serving import TOKEN, Served, error_of
+from tests.waiting import wait_for
 from tests.workplace import Workplace, frozen
 from worker.api.gate import BODY_SECONDS
 from worker.api.state import LANES

@@ -10,9 +10,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from tests.processes import wait_for
 from tests.servers import WAIT_FOR_US
 from tests.serving import Served, error_of
+from tests.waiting import wait_for
 from tests.workplace import POLL_NEVER, Workplace
 
 FIELDS = {

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.processes import cpu_seconds, wait_for
+from tests.processes import cpu_seconds
+from tests.waiting import wait_for
 from tests.workplace import VARIABLES, Workplace
 
 MEASURED_SECONDS = 8.0

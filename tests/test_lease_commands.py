@@ -23,7 +23,8 @@ import pytest
 from tests.commands import parse, worker, worker_at_a_terminal
 from tests.lease_rows import Db, is_live, row
 from tests.ports import Proxy
-from tests.processes import ROOT, await_for, environment, wait_for
+from tests.processes import ROOT, environment
+from tests.waiting import await_for, wait_for
 
 
 def is_alive(group: int) -> bool:

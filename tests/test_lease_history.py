@@ -20,8 +20,9 @@ from psycopg.rows import namedtuple_row
 
 from tests.lease_contenders import NAME, TTL_SECONDS
 from tests.ports import Proxy
-from tests.processes import await_for, environment
+from tests.processes import environment
 from tests.servers import PrivateCluster
+from tests.waiting import await_for
 from worker.clock import local_seconds
 
 CONTENDERS = 50

@@ -15,7 +15,7 @@ from datetime import datetime
 import pytest
 from psycopg import sql
 
-from tests.processes import wait_for
+from tests.waiting import wait_for
 from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, both_shapes, frozen
 
 # Counts what the keeper sends: calls, and the leases in each.

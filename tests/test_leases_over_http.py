@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.processes import await_for
 from tests.serving import TOKEN, Served, eating
+from tests.waiting import await_for
 from worker import LeaseHeld, LeaseLost, Leases
 from worker.clock import local_seconds
 from worker.errors import ConfigError

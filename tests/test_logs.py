@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import structlog
 
-from tests.processes import wait_for
+from tests.waiting import wait_for
 from tests.workplace import Workplace
 from worker import events, log_capture, log_lines, logs, masking
 from worker.log_lines import Identity, console_line, json_line

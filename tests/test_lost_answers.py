@@ -5,8 +5,8 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from tests.processes import wait_for
 from tests.servers import commits_wait_for_a_standby
+from tests.waiting import wait_for
 from tests.workplace import TEXTBOOK, Workplace, both_shapes, frozen
 
 

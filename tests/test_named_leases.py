@@ -15,9 +15,9 @@ from psycopg.rows import namedtuple_row
 
 from tests.inprocess import seen
 from tests.lease_rows import Db, row
-from tests.processes import wait_for
 from tests.psql import ODD, apply_by_psql
 from tests.servers import WAIT_FOR_US, Server, execute
+from tests.waiting import wait_for
 from worker.store import lease_renewals, leases, pruning
 from worker.store.connection import Database
 

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from tests.inprocess import quick, seen
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import Handlers, Job, Worker, events
 from worker.store import waiting
 from worker.store.connection import Connection, Database

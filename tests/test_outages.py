@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.processes import wait_for
+from tests.waiting import wait_for
 from tests.workplace import LEASE_SECONDS, Workplace, both_shapes
 
 

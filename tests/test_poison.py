@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.processes import wait_for
+from tests.waiting import wait_for
 from tests.workplace import POLL_NEVER, Supervisor, Workplace, both_shapes
 
 ODD_PLACES = ("", "_in_a_thread", "_in_a_transaction")

@@ -14,11 +14,12 @@ from psycopg import sql
 
 from tests.commands import worker
 from tests.pooling import FEW_CONNECTIONS, LACKING, PgBouncer, pgbouncer
-from tests.processes import Daemon, await_for, wait_for
+from tests.processes import Daemon
 from tests.psql import grant
 from tests.roles import PASSWORD, role, url_as
 from tests.servers import PrivateCluster, Server
 from tests.serving import Served
+from tests.waiting import await_for, wait_for
 from tests.workplace import VARIABLES, Workplace, both_shapes
 from worker import LeaseLost, Leases
 from worker.errors import ConfigError

@@ -11,7 +11,8 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
-from tests.processes import await_for, environment
+from tests.processes import environment
+from tests.waiting import await_for
 from worker.store import pruning
 from worker.store.connection import Connection, Database
 from worker.store.pruning import Pruned, PruneStep

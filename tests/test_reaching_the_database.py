@@ -16,9 +16,10 @@ import pytest
 from psycopg import sql
 
 from tests.commands import worker
-from tests.processes import Daemon, cpu_seconds, wait_for
+from tests.processes import Daemon, cpu_seconds
 from tests.roles import PASSWORD, role, url_as
 from tests.servers import PrivateCluster, Server
+from tests.waiting import wait_for
 from tests.workplace import Workplace
 
 

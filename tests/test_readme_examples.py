@@ -26,8 +26,9 @@ import worker
 from tests.commands import worker as run_worker
 from tests.documents import BLOCKS, FLOWING, README, block
 from tests.inprocess import running, seen
-from tests.processes import ROOT, Daemon, await_for, wait_for
+from tests.processes import ROOT, Daemon
 from tests.psql import psql
+from tests.waiting import await_for, wait_for
 from worker import Settings, Worker
 from worker.events import EFFECT_ALREADY_APPLIED
 from worker.job import Job

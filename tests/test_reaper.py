@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.inprocess import quick, seen
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import Handlers, Worker
 
 LOST = """

@@ -10,7 +10,7 @@ import pytest
 
 from tests.inprocess import Run, connect, quick, seen
 from tests.ports import Proxy
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import Handlers, Job, Worker, events
 from worker.clock import local_seconds
 from worker.domain import Lease

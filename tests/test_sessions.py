@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker.holding import Holdings
 from worker.lost_claims import MOST_OUTSTANDING, LostClaims
 from worker.store import sessions

@@ -14,7 +14,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.processes import Daemon, below_a_namespace, environment, process_1_of, wait_for
+from tests.processes import Daemon, below_a_namespace, environment, process_1_of
+from tests.waiting import wait_for
 from tests.workplace import LEASE_SECONDS, POLL_NEVER, VARIABLES, Workplace, both_shapes, frozen
 
 # What a stop may take after the grace, with the settings of the workplace: margin + 2 query time-outs.

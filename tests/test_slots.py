@@ -12,7 +12,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker.clock import local_seconds
 from worker.generation import MOST_EVERY_SECONDS, NOTHING, Wish, rate_of, wish
 from worker.new_job import new_job

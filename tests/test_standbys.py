@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.processes import await_for, wait_for
 from tests.servers import commits_wait_for_a_standby, private_clusters
 from tests.serving import Served, error_of, serving
+from tests.waiting import await_for, wait_for
 from worker import Leases
 from worker.store import claiming, generating, leasing
 from worker.store.connection import Database, read_moments_as_microseconds

@@ -17,9 +17,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from tests.processes import ROOT, await_for, environment, wait_for
+from tests.processes import ROOT, environment
 from tests.roles import role, url_as
 from tests.servers import Server, execute
+from tests.waiting import await_for, wait_for
 from worker.torture.plan import FAULTS, plan
 from worker.torture.proxy import Loss, Proxy
 

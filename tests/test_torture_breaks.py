@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker.committer import COMMIT_SETTINGS
 from worker.committing import Caution, Finished
 from worker.domain import Backoff, ClaimedJob, CodePlace, Effect, Failed, Outcome, Released, Succeeded, verdict

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker.store import pulse
 from worker.store.connection import Connection, Database
 from worker.torture import faults, running, suite

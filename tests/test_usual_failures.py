@@ -13,7 +13,8 @@ import pytest
 
 from tests.documents import table
 from tests.inprocess import quick, running, seen
-from tests.processes import ROOT, await_for
+from tests.processes import ROOT
+from tests.waiting import await_for
 from worker import Handlers, Job, Worker
 from worker.store import claiming
 from worker.store.claiming import CLAIM_SETTINGS, Cursor

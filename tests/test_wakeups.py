@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psycopg
 
-from tests.processes import wait_for
+from tests.waiting import wait_for
 from tests.workplace import POLL_NEVER, Workplace, both_shapes, frozen
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import environment, wait_for
+from tests.processes import environment
+from tests.waiting import wait_for
 from tests.workplace import Workplace, frozen
 
 # A claim loop is late after POLL x 1.2 + CLAIM_TIMEOUT x 3 + CONNECT_TIMEOUT + 1 s: here 1.96 s.

@@ -19,8 +19,8 @@ import pytest
 
 from tests.inprocess import both_shapes, listening, quick, running, seen
 from tests.ports import Proxy
-from tests.processes import await_for
 from tests.servers import PrivateCluster, Server
+from tests.waiting import await_for
 from tests.workplace import frozen
 from worker import Handlers, Job, Settings, Worker, events
 from worker.clock import local_seconds

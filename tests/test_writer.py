@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.inprocess import quick, seen
-from tests.processes import await_for
+from tests.waiting import await_for
 from worker import Handlers, Job, Worker
 from worker.store.connection import Database, Lane
 

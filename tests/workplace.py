@@ -17,8 +17,9 @@ from psycopg import sql
 from psycopg.rows import namedtuple_row
 from psycopg.types.json import Jsonb
 
-from tests.processes import Daemon, wait_for
+from tests.processes import Daemon
 from tests.servers import PrivateCluster, with_database
+from tests.waiting import wait_for
 
 LEASE_SECONDS = 2.0
 VARIABLES = {
