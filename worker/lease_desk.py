@@ -64,8 +64,8 @@ class LeaseDesk:
         )
         self._is_broken = False
         self._turns = asyncio.Semaphore(transport.connections)
-        self._unfinished: set[asyncio.Task[None]] = set()
-        self._asking: set[asyncio.Task[object]] = set()
+        self._is_closed = False
+        self._at_work: set[asyncio.Task[object]] = set()
 
     async def guard(self, name: str, loop: Coroutine[object, object, None]) -> None:
         """Run one of the two loops. A bug in it must leave nobody trusting a lease that is not watched any more."""
@@ -84,10 +84,7 @@ class LeaseDesk:
 
     async def ask(self, asking: Asking) -> HeldName:
         """Acquire, and renew from now on. Raises LeaseHeld, DatabaseUnavailable, ConfigError, ValueError."""
-        asking.task = task = asyncio.current_task()
-        if task is not None:
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+        asking.task = self._begin()
         asking.request_id = secrets.token_hex(16)
         try:
             if asking.is_abandoned:
@@ -204,6 +201,7 @@ class LeaseDesk:
 
     async def give_back(self, held: HeldName) -> None:
         """Release, again and again until there is an answer or the lease has expired. Raises nothing."""
+        self._begin()
         self.names.remove(held)
         if held.lost == "lease_lost":
             return
@@ -248,18 +246,35 @@ class LeaseDesk:
 
     def _go_on(self, work: Coroutine[object, object, None]) -> None:
         """Finish this without anybody waiting for it, but `close`."""
-        task = asyncio.get_running_loop().create_task(work, name="lease desk")
-        self._unfinished.add(task)
-        task.add_done_callback(self._unfinished.discard)
+        if self._is_closed:  # what is not given back expires
+            work.close()
+            return
+        task: asyncio.Task[object] = asyncio.get_running_loop().create_task(work, name="lease desk")
+        self._keep(task)
+
+    def _begin(self) -> asyncio.Task[object]:
+        """The running task, for which `close` waits from now on."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._keep(task)
+        return task
+
+    def _keep(self, task: asyncio.Task[object]) -> None:
+        self._at_work.add(task)
+        task.add_done_callback(self._at_work.discard)
 
     async def close(self, limit_seconds: float) -> None:
         """Whoever still holds a lease is told that nobody renews it any more; what is being given back has so much time."""
         self._is_broken = True
         self._lose_all()
-        ending = self._unfinished | self._asking  # who asks looks up at least every half second
-        if ending:
-            _, late = await asyncio.wait(ending, timeout=limit_seconds)
-            for task in late:
-                task.cancel()
-            if late:  # what they have opened is closed as they end
-                await asyncio.wait(late, timeout=limit_seconds)
+        await self.ended(limit_seconds)  # who asks looks up at least every half second
+        self._is_closed = True
+        for task in self._at_work:
+            task.cancel()
+        await self.ended(limit_seconds)  # what they have opened is closed as they end
+
+    async def ended(self, limit_seconds: float) -> None:
+        """Whatever is under way has ended, or the time is over."""
+        until = local_seconds() + limit_seconds
+        while self._at_work and (left_seconds := until - local_seconds()) > 0:
+            await asyncio.wait(set(self._at_work), timeout=left_seconds)

@@ -134,10 +134,11 @@ class Leases:
             await desk.close(_CLOSE_SECONDS)
             await rights.cancel_all()
             await desk.transport.close(_CLOSE_SECONDS)
+            await desk.ended(_CLOSE_SECONDS)  # what waited for a connection that is closed now
 
         try:
             with contextlib.suppress(TimeoutError):  # it is a daemon thread, and what it holds expires
-                await rights.run(close(), timeout_seconds=_CLOSE_SECONDS * 3)
+                await rights.run(close(), timeout_seconds=_CLOSE_SECONDS * 5)
         finally:
             rights.stop(timeout_seconds=_CLOSE_SECONDS)
 
@@ -229,9 +230,9 @@ class Hold:
             answer = self._leases._in_thread(lambda desk: desk.give_back(right))
         except RuntimeError:  # Leases has been left meanwhile: it expires
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_RELEASE_SECONDS if right.lost is None else _LOST_RELEASE_SECONDS):
-                await asyncio.shield(answer)
+        await asyncio.wait({answer}, timeout=_RELEASE_SECONDS if right.lost is None else _LOST_RELEASE_SECONDS)
+        if answer.done() and not answer.cancelled():  # it is cancelled when Leases is being left meanwhile
+            answer.result()
 
     def _refuse_nesting(self) -> None:
         for outer in _held_here.get():
