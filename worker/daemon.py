@@ -30,10 +30,9 @@ from worker.embedded import Worker
 from worker.errors import ConfigError
 from worker.handlers import Handlers
 from worker.health import HealthFile
-from worker.reaching import reach_database
+from worker.reaching import apply_schema, reach_database
 from worker.settings import Settings, unknown_settings
 from worker.stop_signals import Stopped, StopSignals
-from worker.store import schema
 from worker.store.connection import Database, safe_text
 from worker.systemd import Notifier
 from worker.version import VERSION
@@ -200,15 +199,7 @@ async def _migrate(settings: Settings, notifier: Notifier) -> None:
         connect_timeout_seconds=settings.connect_timeout_seconds,
         pooler=settings.pooler is not None,
     )
-
-    async def migrate() -> None:
-        connection = await database.connect("migrate", statement_timeout_seconds=60.0)
-        try:
-            await schema.migrate(connection, settings.schema_name)
-        finally:
-            connection.terminate()
-
-    await reach_database(migrate, wait_seconds=settings.connect_wait_seconds, on_waiting=notifier.waiting)
+    await reach_database(lambda: apply_schema(database), wait_seconds=settings.connect_wait_seconds, on_waiting=notifier.waiting)
 
 
 class _Signals(StopSignals):

@@ -21,7 +21,7 @@ from worker.generator import ROLE, Generator
 from worker.health import HealthFile, Heartbeat, process_started
 from worker.lease_transport import DatabaseTransport
 from worker.leases import Leases
-from worker.reaching import reach_database
+from worker.reaching import apply_schema, reach_database
 from worker.settings import Settings, unknown_settings
 from worker.stop_signals import LoopSignals, Stopped
 from worker.store import generating, schema, waiting
@@ -151,11 +151,11 @@ class _Instance:
         await reach_database(self._prepare, wait_seconds=limit_seconds, on_waiting=self._notifier.waiting)
 
     async def _prepare(self) -> None:
+        if self._migrates:
+            await apply_schema(self._database)
         connection = await self._database.connect("start")
         try:
             async with asyncio.timeout(self._settings.query_timeout_seconds * 2):
-                if self._migrates:
-                    await schema.migrate(connection, self._database.schema)
                 await schema.verify(connection, self._database.schema)
                 await waiting.verify_session(connection, self._database)
                 try:
@@ -176,7 +176,7 @@ class _Instance:
             generator = self._generator
             age_seconds = now - (started_at if generator is None else generator.passed_at)
             database_up = generator is not None and generator.database_up
-            health.write(
+            health.write_soon(
                 Heartbeat(
                     id=self._id,
                     pid=os.getpid(),

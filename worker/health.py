@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ _MOST_BYTES = 65_536
 
 BEATS_MISSED = 3
 BEAT_MARGIN_SECONDS = 2.0
+_LAST_WRITE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +52,17 @@ class Heartbeat:
 
 
 class HealthFile:
-    """The heartbeat file of one process. Raises ConfigError when the directory cannot be written to."""
+    """The heartbeat file of one process. Raises ConfigError when the directory cannot be written to.
+
+    It is written by a thread of its own: a disk that answers late, or never, holds up neither renewals nor commits.
+    """
 
     def __init__(self, directory: Path, id: str) -> None:
         self._path = directory / f"{_PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '_', id)}{_SUFFIX}"
         self._unfinished = self._path.with_suffix(f".{os.getpid()}")
+        self._newest: Heartbeat | None = None
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._write_aside("")
@@ -72,8 +80,33 @@ class HealthFile:
             return False
         return True
 
+    def write_soon(self, beat: Heartbeat) -> None:
+        """`write` it in the other thread. What that has not come to before the next one is left out. Never raises, never waits."""
+        self._newest = beat
+        self._changed.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_forever, name="heartbeat", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:
+                self._thread = None  # the system has no thread left; the next beat tries again
+
+    def _write_forever(self) -> None:
+        while self._changed.wait():
+            self._changed.clear()
+            beat = self._newest
+            if beat is None:
+                return
+            self.write(beat)
+
     def remove(self) -> None:
-        """The process ends in order. Never raises."""
+        """The process ends in order. Never raises; where the disk does not answer, the file stays behind."""
+        self._newest = None
+        self._changed.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_WRITE_SECONDS)
+            if self._thread.is_alive():
+                return
         for path in (self._unfinished, self._path):
             with contextlib.suppress(OSError):
                 path.unlink()

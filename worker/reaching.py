@@ -10,7 +10,11 @@ from worker import events
 from worker.clock import local_seconds
 from worker.errors import ConfigError, DatabaseUnavailable
 from worker.patience import Patience
-from worker.store.connection import DATABASE_ERRORS, ConnectFailed, safe_text, sqlstate
+from worker.store import schema
+from worker.store.connection import DATABASE_ERRORS, ConnectFailed, Database, safe_text, sqlstate
+
+SCHEMA_SECONDS = 600.0
+"""An upgrade may take a while; a server that says nothing must not be waited for without end."""
 
 _NEVER = "42"
 """The class of errors about rights, and about what a statement names or says."""
@@ -41,5 +45,16 @@ async def reach_database(
             on_waiting("waiting for the database")
             delay_seconds = patience.delay_seconds(error)
             if local_seconds() + delay_seconds >= until:
-                raise DatabaseUnavailable(f"no database within {wait_seconds:g} s: {error}") from None
+                raise DatabaseUnavailable(f"no database within {wait_seconds:g} s: {safe_text(error)}") from None
         await asyncio.sleep(delay_seconds)
+
+
+async def apply_schema(database: Database) -> None:
+    """Apply or upgrade the schema, on a connection of its own. Raises TimeoutError after SCHEMA_SECONDS, and whatever `migrate`
+    raises; calling it again is safe."""
+    connection = await database.connect("migrate")
+    try:
+        async with asyncio.timeout(SCHEMA_SECONDS):
+            await schema.migrate(connection, database.schema)
+    finally:
+        connection.terminate()

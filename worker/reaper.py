@@ -83,7 +83,8 @@ class Reaper:
         """Reap, and once in a while look after the rest; False if leases may be left that have expired."""
         connection = await self._lane.get()
         if connection is not self._connection:
-            await read_moments_as_microseconds(connection)
+            async with asyncio.timeout(self._statement_seconds):
+                await read_moments_as_microseconds(connection)
             self._connection = connection
         now = local_seconds()
         if now >= self._full_at:

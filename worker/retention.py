@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
 
 STEP_SECONDS = 0.3
-"""Time that one step may take: about a tenth of the reaper's rhythm."""
+"""About a tenth of the reaper's rhythm."""
 RARELY_SECONDS = 60.0
 REST_SECONDS = 30.0
 """After a whole walk, before the next one; a retention shorter than this rests for as long as it is."""
@@ -45,10 +45,10 @@ class Retention:
         self._rest_seconds = min(REST_SECONDS, shortest_seconds)
 
     async def step(self, connection: Connection) -> None:
-        """Remove some of what is too old, in short statements; returns within about STEP_SECONDS."""
+        """Remove some of what is too old, in short statements with a limit each; begins nothing more after STEP_SECONDS."""
         until = local_seconds() + STEP_SECONDS
         while self._walk_at <= local_seconds() < until:
-            async with asyncio.timeout(self._statement_seconds):
+            async with self._limit():
                 jobs = await pruning.prune_jobs(
                     connection,
                     self._database,
@@ -56,23 +56,29 @@ class Retention:
                     retention_seconds=self._retention_seconds,
                     dead_retention_seconds=self._dead_retention_seconds,
                 )
-                self._jobs_cursor = jobs.next_cursor or pruning.FROM_THE_START
+            self._jobs_cursor = jobs.next_cursor or pruning.FROM_THE_START
+            async with self._limit():
                 ledger = await pruning.prune_ledger(
                     connection,
                     self._database,
                     cursor=self._ledger_cursor,
                     ledger_retention_seconds=self._ledger_retention_seconds,
                 )
-                self._ledger_cursor = ledger.next_cursor or pruning.FROM_THE_START
+            self._ledger_cursor = ledger.next_cursor or pruning.FROM_THE_START
+            async with self._limit():
                 ended = await pruning.prune_leases(
                     connection, self._database, cursor=self._leases_cursor, retention_seconds=self._retention_seconds
                 )
-                self._leases_cursor = ended.next_cursor or pruning.FROM_THE_START
+            self._leases_cursor = ended.next_cursor or pruning.FROM_THE_START
             if jobs.next_cursor is None and ledger.next_cursor is None and ended.next_cursor is None:
                 self._walk_at = local_seconds() + self._rest_seconds
         if local_seconds() >= self._rarely_at:
             self._rarely_at = local_seconds() + RARELY_SECONDS
-            async with asyncio.timeout(self._statement_seconds):
+            async with self._limit():
                 await pruning.prune_processes(connection, self._database)
+            async with self._limit():
                 failures = await pruning.prune_orphaned_failures(connection, self._database, cursor=self._failures_cursor)
-                self._failures_cursor = failures.next_cursor or pruning.FROM_THE_START
+            self._failures_cursor = failures.next_cursor or pruning.FROM_THE_START
+
+    def _limit(self) -> asyncio.Timeout:
+        return asyncio.timeout(self._statement_seconds)

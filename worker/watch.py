@@ -50,7 +50,7 @@ async def seen_alive(health_file: HealthFile | None, *, process_id: str, version
 async def _beat_unready(health_file: HealthFile, *, process_id: str, version: str) -> None:
     pid_started = process_started(os.getpid()) or ""
     while True:
-        health_file.write(
+        health_file.write_soon(
             Heartbeat(
                 id=process_id,
                 pid=os.getpid(),
@@ -148,7 +148,7 @@ class Watch:
         loop_allowed = self.lag_seconds > 0 and self._within_time_out(now)
         claim_age = now - self._claimer.passed_at
         if self._health_file is not None:
-            self._health_file.write(
+            self._health_file.write_soon(
                 Heartbeat(
                     id=self._process_id,
                     pid=os.getpid(),

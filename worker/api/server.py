@@ -18,7 +18,7 @@ from worker.api.hosts import NoPool
 from worker.api.listening import Server, bind
 from worker.api.state import LANES, Api, make_api
 from worker.clock import local_seconds
-from worker.reaching import reach_database
+from worker.reaching import apply_schema, reach_database
 from worker.settings import Settings, unknown_settings
 from worker.stop_signals import LoopSignals, Stopped
 from worker.store import schema, waiting
@@ -123,11 +123,11 @@ class _Process:
 
     async def _verify_database(self) -> None:
         database = self._api.database
+        if self._migrates:
+            await apply_schema(database)
         connection = await database.connect("start")
         try:
             async with asyncio.timeout(self._settings.query_timeout_seconds * 2):
-                if self._migrates:
-                    await schema.migrate(connection, self._settings.schema_name)
                 await schema.verify(connection, self._settings.schema_name)
                 await waiting.verify_session(connection, database)
                 await waiting.verify_room(connection, database, pool_size=self._settings.pool_size, lanes=LANES)
