@@ -261,17 +261,19 @@ class Claims:
         return left
 
     async def _recover_lost(self, connection: Connection) -> None:
-        """Give back what claims without an answer have taken, and forget those that are surely over."""
+        """Give back what claims without an answer have taken, and forget those that are surely over and have nothing left."""
         over = []
         for one in self._lost:
             backend, since, _ = one
             if await is_over(connection, self._database, backend, since, limit_seconds=self._claim_timeout_seconds):
                 over.append(one)
         request_ids = [id for _, _, ids in over for id in ids]
+        left: set[str] = set()
         if request_ids:
             for id, fence in await task_claiming.recover(connection, self._database, request_ids=request_ids):
                 logs.emit(events.JOB_RELEASED, job_id=id, fence=fence, reason="claim_lost")
-        self._lost = [one for one in self._lost if one not in over]
+            left = await task_claiming.still_claimed(connection, self._database, request_ids=request_ids)
+        self._lost = [one for one in self._lost if one not in over or not left.isdisjoint(one[2])]
 
 
 def _in_order(ranges: Sequence[Range]) -> Places:

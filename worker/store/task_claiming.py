@@ -144,13 +144,16 @@ async def find_claimed(connection: Connection, database: Database, wishes: Seque
     return {(row[0], row[1]): Task(*list(row)[2:]) for row in rows}
 
 
-# Index jobs_running. Runs only after an answer was lost.
+_OF_REQUESTS = f"""
+    FROM {{schema}}.jobs AS j
+    WHERE j.state = 'running' AND j.lease_until > now() AND {REMOTE} AND j.meta #>> '{{http,request_id}}' = ANY ($1)"""
+
+# Index jobs_running. Runs only after an answer was lost. A row that somebody keeps locked is passed over: it must hold up neither
+# the others nor the next claim.
 RECOVER = f"""
 WITH orphans AS MATERIALIZED (
-    SELECT j.id, j.fence, j.lease_owner
-    FROM {{schema}}.jobs AS j
-    WHERE j.state = 'running' AND j.lease_until > now() AND {REMOTE} AND j.meta #>> '{{http,request_id}}' = ANY ($1)
-    FOR NO KEY UPDATE
+    SELECT j.id, j.fence, j.lease_owner{_OF_REQUESTS}
+    FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE {{schema}}.jobs AS j
 SET state = 'ready', lease_owner = NULL, lease_until = NULL, attempts = GREATEST(j.attempts - 1, 0)
@@ -161,5 +164,17 @@ RETURNING j.id, j.fence, j.queue, {{schema}}.wake_workers(j.queue)
 
 
 async def recover(connection: Connection, database: Database, *, request_ids: Sequence[str]) -> list[Key]:
-    """Give back, attempt refunded, what claims without an answer have taken, once they can no longer commit."""
+    """Give back, attempt refunded, what claims without an answer have taken, once they can no longer commit.
+
+    Waits for nobody: what is locked meanwhile is still claimed afterwards (`still_claimed`).
+    """
     return [(row[0], row[1]) for row in await connection.fetch(database.sql(RECOVER), list(request_ids))]
+
+
+# Index jobs_running.
+STILL_CLAIMED = f"SELECT DISTINCT j.meta #>> '{{http,request_id}}'{_OF_REQUESTS}"
+
+
+async def still_claimed(connection: Connection, database: Database, *, request_ids: Sequence[str]) -> set[str]:
+    """Those of these requests that have a running task whose lease has not expired."""
+    return {row[0] for row in await connection.fetch(database.sql(STILL_CLAIMED), list(request_ids))}
