@@ -117,14 +117,16 @@ class HttpCalls:
                 await self._turns.acquire()
         except TimeoutError:
             raise ConnectFailed(f"{self.where}: all connections are in use", sqlstate=None, refused=False) from None
-        if not self._free:
-            self._free.append(self._make_client())
-            self._clients += self._free
-        client = self._free.pop()
         try:
-            yield client
+            if not self._free:
+                self._free.append(self._make_client())
+                self._clients += self._free
+            client = self._free.pop()
+            try:
+                yield client
+            finally:
+                self._free.append(client)
         finally:
-            self._free.append(client)
             self._turns.release()
 
     async def close(self) -> None:

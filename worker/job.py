@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 P = TypeVar("P")
 
+_MUTABLE = (dict, list, tuple, set, bytearray)
+"""Arguments of an effect that may change behind the call, themselves or in their depth."""
+
 
 class Surroundings:
     """What all attempts of a process share."""
@@ -159,8 +162,8 @@ class Job(Generic[P]):
         """
         # As they are now: what the handler goes on to do with a dict is not meant.
         for argument in arguments:
-            if isinstance(argument, (dict, list)):
-                arguments = copy.deepcopy(arguments)
+            if isinstance(argument, _MUTABLE):
+                arguments = tuple(copy.deepcopy(one) if isinstance(one, _MUTABLE) else one for one in arguments)
                 break
         self._record(sql, arguments, must_be_alone(sql), _caller())
 

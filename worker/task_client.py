@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -25,6 +26,7 @@ from worker.domain import describe
 from worker.domain_json import encode_json
 from worker.errors import ConfigError, LeaseLost
 from worker.http_calls import delay_seconds
+from worker.masking import safe_text
 from worker.task_calls import LEASE_SECONDS, TaskCalls, renew_in_seconds
 from worker.task_calls import RemoteTask as RemoteTask
 
@@ -85,7 +87,7 @@ class TaskClient(TaskCalls):
                 else:
                     failures = 0
                     if ended is None:
-                        await asyncio.sleep(idle_seconds)
+                        await asyncio.sleep(idle_seconds * random.uniform(0.8, 1.2))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -181,7 +183,7 @@ class TaskClient(TaskCalls):
                 # Whatever it was, nobody has said that the lease is gone, nor that it goes on: the trust decides.
                 failures += 1
                 pause_seconds = min(delay_seconds(failures), task.lease_seconds / 12)
-                _log.warning("task %d: no heartbeat: %s", task.id, error)
+                _log.warning("task %d: no heartbeat: %s", task.id, safe_text(error))
         working.cancel()
 
 
