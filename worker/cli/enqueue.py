@@ -22,6 +22,7 @@ from worker.settings import Settings
 from worker.store.bulk import KeyVanished, enqueue_checked, enqueue_part
 from worker.store.connection import Connection, Database
 from worker.store.enqueueing import Enqueued, refuse_oversized
+from worker.store.standbys import prove
 
 CHUNK_JOBS = 5_000
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -98,6 +99,8 @@ def _enqueue_one(job: NewJob) -> Work[Enqueued]:
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         [answer] = await enqueue_checked(connection, [job], schema=database.schema)
+        if not answer.created:
+            await prove(connection)
         return answer
 
     return work
@@ -131,6 +134,8 @@ class _Bulk:
                 self.created += sum(answer.created for answer in answers)
                 self._answers.writelines(f"{json_text.dumps(answer._asdict())}\n" for answer in answers)
                 self._show(bytes_read)
+            if self.created < self.jobs:
+                await prove(connection)
 
     def _chunks(self) -> Iterator[tuple[list[tuple[int, NewJob]], int]]:
         """Lists of (line number, job), each with how many bytes of the file had been read by then."""

@@ -175,9 +175,10 @@ def _filter(states: Sequence[str] | None, kind: str | None, queue: str | None, k
 
 def _columns(summary: JobSummary) -> tuple[object, ...]:
     key: str | None = summary.key
-    error, available_at = summary.last_error, summary.available_at
+    error = summary.last_error
+    available_at = summary.available_at if summary.completed_at is None else None  # what has ended is not due again
     if is_terminal():
-        available_at = available_at.partition(".")[0]
+        available_at = available_at and available_at.partition(".")[0]
         # A generated key says nothing to anybody.
         key = None if summary.key.startswith(RESERVED_KEY_PREFIX) else summary.key
         if error is not None and len(error) > _SHOWN_ERROR_CHARACTERS:

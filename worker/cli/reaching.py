@@ -14,6 +14,7 @@ import typer
 from worker.settings import Settings, load_settings
 from worker.store import schema
 from worker.store.connection import Connection, Database, SessionLimits
+from worker.store.standbys import believe
 
 if TYPE_CHECKING:
     from worker.cluster import Cluster
@@ -94,7 +95,8 @@ def with_schema(
     session: Mapping[str, str] | None = None,
 ) -> T:
     """What `work` returns, given a connection to a database that holds our schema, in the version that this
-    program knows. Raises SchemaError if it does not.
+    program knows. Raises SchemaError if it does not, ConnectionError when a synchronous standby is not known to have what was
+    written.
 
     A private PostgreSQL gets the schema here: nobody else would give it one.
     """
@@ -106,7 +108,9 @@ def with_schema(
                 await schema.migrate(connection, database.schema)
             else:
                 await schema.require_version(connection, database.schema)
-            return await work(connection, database, settings)
+            done = await work(connection, database, settings)
+            believe(connection)  # what is printed now is an acknowledgement
+            return done
 
     with reach(embedded, data_dir) as settings:
         return asyncio.run(run(settings))
