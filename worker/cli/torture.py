@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from worker.cli.printing import print_error, print_json, print_line, print_rows, progress_line, safe
-from worker.cli.reaching import Embedded, Json, database_of
+from worker.cli.reaching import DataDir, Embedded, Json, database_of
 from worker.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -44,16 +44,20 @@ def torture(
     lease: Annotated[float, typer.Option("--lease", metavar="SECONDS", min=2, max=60, help="The daemons' lease.")] = 5.0,
     json: Json = False,
     embedded: Embedded = False,
+    data_dir: DataDir = None,
 ) -> None:
     """Inject faults into daemons under load, then check that no promise was broken.
 
     In a schema of its own (worker_torture_…), removed at the end. Exit status 1 and the offending rows on any breach. With
-    --embedded on a PostgreSQL of its own, which is gone afterwards, so that the server may be crashed as well.
+    --embedded on a PostgreSQL of its own, which is gone afterwards, so that the server may be crashed as well; so is the empty or
+    new directory that --data-dir names for it.
     """
     from worker.torture.running import Wish
 
     if embedded and database_url is not None:
         raise typer.BadParameter("a URL and --embedded exclude each other", param_hint="DATABASE_URL")
+    if data_dir is not None and not embedded:
+        raise typer.BadParameter("it needs --embedded", param_hint="--data-dir")
     wish = Wish(
         seconds=minutes * 60,
         processes=processes,
@@ -62,7 +66,7 @@ def torture(
         lease_seconds=lease,
     )
     with (
-        _reached(embedded, database_url) as (settings, own_server),
+        _reached(embedded, data_dir, database_url) as (settings, own_server),
         tempfile.TemporaryDirectory(prefix="reliable-worker-torture-") as directory,
         progress_line() as say,
     ):
@@ -82,13 +86,13 @@ def torture(
 
 
 @contextlib.contextmanager
-def _reached(embedded: bool, database_url: str | None) -> Iterator[tuple[Settings, OwnServer | None]]:
+def _reached(embedded: bool, data_dir: Path | None, database_url: str | None) -> Iterator[tuple[Settings, OwnServer | None]]:
     if not embedded:
         yield (load_settings() if database_url is None else load_settings(database_url=database_url)), None
         return
     from worker.torture.server import own_server
 
-    with own_server() as server:
+    with own_server(data_dir) as server:
         yield load_settings(database_url=server.dsn), server
 
 
@@ -176,6 +180,8 @@ def _print_report(document: dict[str, Any]) -> None:
         nothing="",
         folded=("promise",),
     )
+    if untried := [name for name, rule in document["rules"].items() if not rule["tried"]]:
+        print_line(f"nothing to try these rules on has happened, so nothing is proved of them: {', '.join(untried)}")
     for breach in document["breaches"]:
         print_line(f"BREACH {breach['rule']}: {breach['text']}")
         for row in breach["rows"]:

@@ -121,6 +121,7 @@ def _check_handlers(field: Field, runs: list[Run], findings: Findings, facts: Jo
         deaf_kinds=handlers.DEAF,
         cancelled=facts.cancelled,
         taken_at={fence: field.local_moment(at) for fence, at in facts.taken.items()},
+        lease_seconds=field.lease_seconds,
     )
     other_rules.check_suspects(runs, findings, facts.claims, died_at)
     other_rules.check_starts(runs, findings, leases=facts.leases, excuses=excuses, database_us=field.database_us)

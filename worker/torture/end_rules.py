@@ -72,18 +72,24 @@ def _effects(
     expect = findings.expect
     entered = {row.key: row for row in ledger}
     first: dict[str, EffectRow] = {}
+    completed: dict[str, Change] = {}
+    for change in sorted(facts.completions.values(), key=lambda change: change.at):
+        if change.kind in kinds:
+            completed.setdefault(change.key, change)
     for effect in effects:
         other = first.setdefault(effect.key, effect)
         expect(other is effect, "effect_once", "applied a second time", other, effect)
-        done = (effect.txid, effect.job_id, effect.fence) in facts.completions
-        expect(done, "effect_with_completion", "no completion of that attempt in that transaction", effect)
+        own_completion = facts.completions.get((effect.txid, effect.job_id, effect.fence))
+        expect(own_completion is not None, "effect_with_completion", "no completion of that attempt in that transaction", effect)
+        if own_completion is not None and other is effect:
+            earlier = completed.get(effect.key, own_completion)
+            expect(earlier is own_completion, "effect_iff_succeeded", "an earlier success went without it", earlier, effect)
         if not effect.key.startswith(GENERATED_KEY):
             row = entered.get(effect.key)
             own = row is not None and (row.job_id, row.fence) == (effect.job_id, effect.fence)
             expect(own, "ledger", "the key is missing, or entered by somebody else", effect, row)
-    for change in facts.completions.values():
-        if change.kind in kinds:
-            expect(change.key in first, "effect_iff_succeeded", "succeeded without its effect", change)
+    for key, change in completed.items():
+        expect(key in first, "effect_iff_succeeded", "succeeded without its effect", change)
 
 
 def _follow_ups(facts: JobFacts, findings: Findings, kinds: Collection[str]) -> None:

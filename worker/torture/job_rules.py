@@ -105,6 +105,8 @@ class JobRules:
         self._findings = findings
         self._kinds = kinds
         self._previous: Change | None = None
+        self._before: Change | None = None
+        """The one before the change that is looked at, of the same job."""
         self._highest_fence = 0
         self._completed_in: int | None = None
 
@@ -115,7 +117,7 @@ class JobRules:
             before = None
             self._highest_fence = 0
             self._completed_in = None
-        self._previous = change
+        self._before, self._previous = before, change
         self.facts.last[change.job_id] = change.new
         self._findings.expect(
             change.old == (None if before is None else before.new), "unbroken", "this row did not come from there", before, change
@@ -209,6 +211,9 @@ class JobRules:
         expect(_process(change) == process_of(old.owner), "owner_writes", "renewed by somebody who does not own it", change)
         expect((old.until or 0) > change.begun, "renewal", "renewed after it had expired", change)
         expect((new.attempts, new.crashes) == (old.attempts, old.crashes), "renewal", "more than the lease was changed", change)
+        # One that began earlier and came later counts from its own beginning.
+        overtaken = self._before is not None and change.begun < self._before.begun
+        expect(overtaken or (new.until or 0) >= (old.until or 0), "renewal", "the lease ends earlier than before", change)
         self.facts.leases.setdefault(new.fence, []).append((change.at, new.until or 0))
 
     def _succeeded(self, change: Change, old: Standing, new: Standing) -> None:

@@ -227,11 +227,13 @@ def check_stops(
     deaf_kinds: Collection[str],
     cancelled: Collection[int],
     taken_at: Mapping[int, float],
+    lease_seconds: float,
 ) -> None:
     """What can be told to stop has stopped before the next one for the same subject starts; and if none does, soon after its job
     was taken. `taken_at`: by fence, in local seconds.
 
-    Not those in `cancelled`, by fence: whoever cancels a job and retries it at once does not wait for the first attempt to hear.
+    Those in `cancelled`, by fence, may take as long as their lease would have been trusted: the word of it may be lost, and whoever
+    retries such a job at once does not wait for the first attempt to hear.
     """
     by_subject: dict[str, list[Run]] = {}
     for run in runs:
@@ -246,13 +248,14 @@ def check_stops(
     for attempts in by_subject.values():
         attempts.sort(key=lambda run: run.started_at)
         for run, following in itertools.zip_longest(attempts, attempts[1:]):
-            if run.kind in deaf_kinds or run.fence in cancelled:
+            if run.kind in deaf_kinds:
                 continue
-            if following is not None:
+            if following is not None and run.fence not in cancelled:
                 in_time = has_stopped(run, following.started_at)
                 findings.expect(in_time, "told_to_stop", "still running when the next one started", run, following)
             if run.fence in taken_at:
-                in_time = has_stopped(run, taken_at[run.fence] + _TAKEN_SECONDS)
+                trusted_seconds = lease_seconds if run.fence in cancelled else 0.0
+                in_time = has_stopped(run, taken_at[run.fence] + trusted_seconds + _TAKEN_SECONDS)
                 findings.expect(in_time, "told_to_stop", "still running when its job had long been taken", run)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from worker.cluster import Cluster, start_or_adopt
-from worker.server_programs import server_account
+from worker.server_programs import ClusterError, server_account
 
 # Enough for many daemons, and little enough to be started in no time.
 _SETTINGS: Final = {"max_connections": "200"}
@@ -48,9 +48,15 @@ class OwnServer:
 
 
 @contextlib.contextmanager
-def own_server() -> Iterator[OwnServer]:
-    """A server for the block, with new data. It ends with the block, or with the process. Raises ClusterError."""
-    data_dir = server_account(Path("/nonexistent")).temporary_directory("rw-data-")
+def own_server(data_dir: Path | None) -> Iterator[OwnServer]:
+    """A server for the block, with new data in this directory, empty or not there yet, or in a temporary one. It ends with the
+    block, or with the process; the directory goes with the block. Raises ClusterError."""
+    if data_dir is None:
+        data_dir = server_account(Path("/nonexistent")).temporary_directory("rw-data-")
+    else:
+        data_dir = Path(os.path.abspath(data_dir.expanduser()))
+        if data_dir.is_dir() and os.listdir(data_dir):
+            raise ClusterError(f"{data_dir} is not empty, and would be removed at the end: choose an empty or new directory")
     try:
         server = OwnServer(data_dir)
         try:
