@@ -55,20 +55,26 @@ def worker_at_a_terminal(*arguments: str, directory: Path, timeout_seconds: floa
         shown = b""
         deadline = time.monotonic() + timeout_seconds
         try:
-            while True:
-                readable, _, _ = select.select([ours], [], [], max(0.0, deadline - time.monotonic()))
-                assert readable, f"still running after {timeout_seconds} s: {shown!r}"
-                try:
-                    piece = os.read(ours, 65_536)
-                except OSError:  # Linux says that the other side has closed it
-                    break
-                if not piece:
-                    break
+            while piece := _read(ours, deadline):
                 shown += piece
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except BaseException as error:
+            process.kill()
+            error.add_note(f"it had shown: {shown!r}")
+            raise
         finally:
-            process.kill() if process.poll() is None and time.monotonic() > deadline else None
             os.close(ours)
     return process.returncode, shown.decode(errors="replace").replace("\r\n", "\n")
+
+
+def _read(terminal: int, deadline: float) -> bytes:
+    """What it shows next; nothing once the other side has closed it, which Linux calls an error."""
+    readable, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+    assert readable, "it still runs after its time"
+    try:
+        return os.read(terminal, 65_536)
+    except OSError:
+        return b""
 
 
 def parse(arguments: Sequence[str]) -> None:

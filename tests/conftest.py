@@ -8,10 +8,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import asyncpg
 import psycopg
 import pytest
 from psycopg.rows import namedtuple_row
@@ -22,9 +24,12 @@ from tests.lease_rows import Db
 from tests.processes import Daemon, daemons
 from tests.servers import PrivateCluster, Server, private_clusters, session_server
 from tests.serving import Served, serving
+from tests.slots import Instance
 from tests.workplace import Workplace
+from worker import Leases
 from worker.cluster import start_or_adopt
 from worker.server_programs import server_account
+from worker.store.connection import Database
 
 # The controller starts the server before xdist starts its workers, which find it here.
 HANDED_DOWN = "RELIABLE_WORKER_TEST_SERVER"
@@ -82,10 +87,40 @@ def db(database_url: str) -> Iterator[Db]:
 
 
 @pytest.fixture
+def other(database_url: str) -> Iterator[Db]:
+    """Another connection like `db`: somebody else's."""
+    with psycopg.connect(database_url, autocommit=True, row_factory=namedtuple_row) as connection:
+        yield connection
+
+
+@pytest.fixture
+async def leases(database_url: str) -> AsyncIterator[Leases]:
+    """The named leases of the fresh database, entered."""
+    async with Leases(database_url, holder="me") as entered:
+        yield entered
+
+
+@pytest.fixture
+async def connection(database_url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A plain connection of an application to the fresh database."""
+    connection = await asyncpg.connect(database_url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
 def empty_database_url(server: Server) -> Iterator[str]:
     """A fresh database with nothing in it, as superuser."""
     with server.database() as url:
         yield url
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port that refuses; bound and not listening, so that nobody else gets it."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 @pytest.fixture
@@ -155,6 +190,18 @@ def queue() -> str:
 def name() -> str:
     """The name of a lease that no other test uses."""
     return f"name-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def instance(database_url: str) -> AsyncIterator[Instance]:
+    """The generator's slots on a fresh database: it has the lease, and is started with a slot a second."""
+    database = Database(database_url)
+    connection = await database.connect("test")
+    one = Instance(database, connection)
+    await one.acquire()
+    await one.start()
+    yield one
+    await connection.close()
 
 
 @pytest.fixture

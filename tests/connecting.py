@@ -19,3 +19,8 @@ async def connected(dsn: str, **options: object) -> AsyncIterator[Connection]:
         yield connection
     finally:
         await connection.close()
+
+
+def with_options(dsn: str, options: str) -> str:
+    """The same URL with options as they stand in a query."""
+    return dsn + ("&" if "?" in dsn else "?") + options

@@ -193,3 +193,25 @@ class Route:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def slow_insert(seconds: float) -> str:
+    """Makes each production take so long, and notes when it had ended."""
+    return f"""
+        CREATE TABLE ended (at timestamptz);
+        CREATE FUNCTION be_slow() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM pg_sleep({seconds});
+            INSERT INTO ended VALUES (clock_timestamp());
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER slow AFTER INSERT ON jobs FOR EACH STATEMENT EXECUTE FUNCTION be_slow();
+    """
+
+
+def in_production(fleet: Fleet) -> bool:
+    found: int = fleet.value(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state = 'active'"
+        " AND application_name = 'reliable-worker generator' AND query LIKE '%%produce_slots%%'"
+    )
+    return found == 1

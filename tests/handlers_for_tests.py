@@ -7,9 +7,7 @@ not what was committed. Effects go into the table `ledger`, inside the fenced tr
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
-import gc
 import importlib
 import operator
 import os
@@ -22,9 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.noise import make_noise
+from tests.odd_failures import raise_oddly
+from tests.waiting import await_for, block_loop, until_cancelled
 from worker import Discard, EffectAlreadyApplied, Handlers, Job, LeaseLost, Snooze
 
-LOOK_AGAIN_SECONDS = 0.02
+NEVER_SECONDS = 300
+"""What is waited for has come long before, or the test has failed."""
 LEDGER = "INSERT INTO ledger (job_id, fence) VALUES ($1, $2)"
 
 handlers = Handlers()
@@ -35,7 +37,7 @@ def fails(*_: object, **__: object) -> None:
 
 
 async def hangs(*_: object, **__: object) -> None:
-    await asyncio.sleep(3600)
+    await asyncio.Event().wait()
 
 
 # A bug in a loop of ours, on demand: `module:attribute path` of what is to fail, or to hang.
@@ -72,15 +74,24 @@ def noted(job: Job[Any]) -> Iterator[None]:
 
 async def gate(job: Job[Any]) -> None:
     """Wait until the test makes a file named as the payload says; each attempt may have its own."""
-    while not Path(job.payload["gate"].format(attempt=job.attempt)).exists():  # noqa: ASYNC110  (another process opens it)
-        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+    await await_for(Path(job.payload["gate"].format(attempt=job.attempt)).exists, NEVER_SECONDS)
+
+
+async def work(seconds: float) -> None:
+    """It takes this long, and can be cancelled."""
+    await asyncio.sleep(seconds)
+
+
+def work_in_a_thread(seconds: float) -> None:
+    """It takes this long, and cannot be cancelled."""
+    time.sleep(seconds)
 
 
 @handlers.job("nap")
 async def nap(job: Job[Any]) -> None:
     """Sleeps, and leaves one row in the ledger."""
     with noted(job):
-        await asyncio.sleep(job.payload.get("seconds", 0))
+        await work(job.payload.get("seconds", 0))
         job.effect(LEDGER, job.id, job.fence)
 
 
@@ -123,9 +134,12 @@ async def gated_plain(job: Job[Any]) -> None:
 async def checking(job: Job[Any]) -> None:
     """Goes on until its lease is no longer trusted, however it is told."""
     with noted(job):
-        while True:
+
+        def lost() -> bool:
             job.ensure_lease()
-            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            return False
+
+        await await_for(lost, NEVER_SECONDS)
 
 
 @handlers.job("own")
@@ -137,7 +151,7 @@ async def own(job: Job[Any]) -> None:
         try:
             async with job.transaction() as tx:
                 await tx.execute(LEDGER, job.id, job.fence)
-                await asyncio.sleep(job.payload.get("seconds", 0))
+                await work(job.payload.get("seconds", 0))
         except EffectAlreadyApplied:
             note("already", job)
             raise
@@ -163,7 +177,7 @@ async def reading(job: Job[Any]) -> None:
     with noted(job):
         async with job.connection() as connection:
             await connection.fetchval("SELECT 1")
-            await asyncio.sleep(job.payload["seconds"])
+            await work(job.payload["seconds"])
         job.effect(LEDGER, job.id, job.fence)
 
 
@@ -174,7 +188,7 @@ async def reading(job: Job[Any]) -> None:
 async def block(job: Job[Any]) -> None:
     """Blocks the event loop, in a call that releases the interpreter lock."""
     with noted(job):
-        time.sleep(job.payload["seconds"])  # noqa: ASYNC251  (the point of it)
+        block_loop(job.payload["seconds"])
         job.effect(LEDGER, job.id, job.fence)
 
 
@@ -182,7 +196,7 @@ async def block(job: Job[Any]) -> None:
 async def block_briefly(job: Job[Any]) -> None:
     """Blocks the event loop past its own time-out."""
     note("start", job)
-    time.sleep(job.payload["seconds"])  # noqa: ASYNC251
+    block_loop(job.payload["seconds"])
 
 
 @handlers.job("spin", timeout_seconds=300)
@@ -200,9 +214,9 @@ async def deaf(job: Job[Any]) -> None:
     """Swallows every cancellation until its time is over."""
     note("start", job)
     until = time.monotonic() + job.payload["seconds"]
-    while time.monotonic() < until:
+    while (left_seconds := until - time.monotonic()) > 0:
         try:
-            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            await work(left_seconds)
         except asyncio.CancelledError:
             note(f"told:{job.cancel_reason}", job)
     job.effect(LEDGER, job.id, job.fence)
@@ -212,7 +226,7 @@ async def deaf(job: Job[Any]) -> None:
 @handlers.job("thread", timeout_seconds=300)
 def thread(job: Job[Any]) -> None:
     with noted(job):
-        time.sleep(job.payload["seconds"])
+        work_in_a_thread(job.payload["seconds"])
         job.effect(LEDGER, job.id, job.fence)
 
 
@@ -220,14 +234,14 @@ def thread(job: Job[Any]) -> None:
 async def slow(job: Job[Any]) -> None:
     """Has less time than it wants."""
     with noted(job):
-        await asyncio.sleep(job.payload["seconds"])
+        await work(job.payload["seconds"])
         job.effect(LEDGER, job.id, job.fence)
 
 
 @handlers.job("slow_thread", timeout_seconds=0.5)
 def slow_thread(job: Job[Any]) -> None:
     with noted(job):
-        time.sleep(job.payload["seconds"])
+        work_in_a_thread(job.payload["seconds"])
         job.effect(LEDGER, job.id, job.fence)
 
 
@@ -237,7 +251,7 @@ def slow_thread(job: Job[Any]) -> None:
 @handlers.job("exit")
 async def leave(job: Job[Any]) -> None:
     note("start", job)
-    await asyncio.sleep(job.payload.get("seconds", 0))
+    await work(job.payload.get("seconds", 0))
     os._exit(1)
 
 
@@ -245,7 +259,7 @@ async def leave(job: Job[Any]) -> None:
 async def kill(job: Job[Any]) -> None:
     note("start", job)
     os.kill(os.getpid(), signal.SIGKILL)
-    await asyncio.sleep(60)
+    await until_cancelled()
 
 
 @handlers.job("fail")
@@ -257,122 +271,26 @@ async def fail(job: Job[Any]) -> None:
     raise ValueError("x" * job.payload.get("characters", 10))
 
 
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-    __repr__ = __str__
-
-
-class Demanding(Exception):
-    def __init__(self, one: int, *, two: int) -> None:
-        super().__init__()
-
-
-class Slippery(Exception):
-    """Whatever is asked of it beyond its text raises."""
-
-    @property
-    def detail(self) -> str:
-        raise RuntimeError("no detail")
-
-    sqlstate = exceptions = add_note = diag = detail
-
-
 @handlers.job("fail_oddly")
 async def fail_oddly(job: Job[Any]) -> None:
-    raise_oddly(job)
+    raise_oddly(job.payload["how"])
 
 
 @handlers.job("fail_oddly_in_a_thread")
 def fail_oddly_in_a_thread(job: Job[Any]) -> None:
-    raise_oddly(job)
+    raise_oddly(job.payload["how"])
 
 
 @handlers.job("fail_oddly_in_a_transaction")
 async def fail_oddly_in_a_transaction(job: Job[Any]) -> None:
     async with job.transaction():
-        raise_oddly(job)
-
-
-def raise_oddly(job: Job[Any]) -> None:
-    match job.payload["how"]:
-        case "slippery":
-            raise Slippery("with text")
-        case "slippery cause":
-            try:
-                raise Slippery
-            except Slippery as error:
-                raise ValueError("caused") from error
-        case "circle":
-            one, other = ValueError("one"), KeyError("other")
-            one.__cause__, other.__cause__ = other, one
-            raise one
-        case "long name":
-            raise type("E" * 100_000, (Exception,), {})
-        case "base group":
-            raise BaseExceptionGroup("several", [KeyboardInterrupt(), SystemExit(4), asyncio.CancelledError()])
-        case "bottomless":
-            raise_oddly(job)
-        case "StopIteration" | "StopAsyncIteration" | "GeneratorExit" | "MemoryError" | "TimeoutError" | "InterruptedError" as name:
-            raise getattr(builtins, name)
-        case "unprintable":
-            raise Unprintable
-        case "group":
-            raise ExceptionGroup("several", [ValueError("one"), Unprintable()])
-        case "demanding":
-            raise Demanding(1, two=2)
-        case "SystemExit":
-            sys.exit(3)
-        case "KeyboardInterrupt":
-            raise KeyboardInterrupt
-        case "CancelledError":
-            raise asyncio.CancelledError
-        case "surrogate":
-            raise ValueError("\ud800 and \x00")
-
-
-NOISE = """
-import asyncio, logging, sys, threading, warnings
-
-class Odd:
-    def __repr__(self):
-        raise RuntimeError("no words")
-
-    def __del__(self):
-        raise RuntimeError("said in __del__")
-
-def speak(log):
-    print("said by print", end="")
-    print("\\nsaid in\\nlines", "\\x1b[31m", "\\ud800", file=sys.stderr)
-    print("x" * 1_000_000)
-    sys.stdout.buffer.write(b"said in bytes \\xff\\n")
-    warnings.warn("said by a warning\\nin lines")
-    try:
-        1 / 0
-    except ZeroDivisionError:
-        logging.exception("said by logging %s", "\\ud800")
-    logging.error("%d said with arguments that do not fit", "one")
-    logging.getLogger("a.library").critical({"said": Odd()})
-    log.info("said by job.log", odd=Odd(), number=float("nan"), text="\\ud800\\x00", nested={1: {2, 3}}, large=10**5000)
-    thread = threading.Thread(target=lambda: [][1], name="said by a thread")
-    thread.start()
-    thread.join()
-    asyncio.get_running_loop().create_task(fail())
-
-async def fail():
-    raise ValueError("said by a task that nobody awaits")
-"""
+        raise_oddly(job.payload["how"])
 
 
 @handlers.job("noisy")
 async def noisy(job: Job[Any]) -> None:
     """Says things in every way there is."""
-    namespace: dict[str, Any] = {}
-    exec(NOISE, namespace)  # a library, which we did not write
-    namespace["speak"](job.log)
-    await asyncio.sleep(0)
-    gc.collect()
+    await make_noise(job.log)
 
 
 @handlers.job("abort")
@@ -407,13 +325,13 @@ async def child(job: Job[Any]) -> dict[str, int]:
 async def to_thread(job: Job[Any]) -> None:
     """Waits for a thread of the loop's own pool, which nobody can end."""
     note("start", job)
-    await asyncio.to_thread(time.sleep, job.payload["seconds"])
+    await asyncio.to_thread(work_in_a_thread, job.payload["seconds"])
 
 
 @handlers.job("library_thread")
 async def library_thread(job: Job[Any]) -> None:
     """Some library starts a thread and forgets it."""
-    threading.Thread(target=time.sleep, args=(job.payload["seconds"],), name="handler of a library").start()
+    threading.Thread(target=work_in_a_thread, args=(job.payload["seconds"],), name="handler of a library").start()
 
 
 @handlers.job("exit_in_child")

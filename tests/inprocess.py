@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any, Literal
 
 import asyncpg
 import pytest
 
-from tests.waiting import await_for
-from worker import Handlers, Settings, Worker, enqueue
+from tests.waiting import await_for, until_cancelled
+from worker import Handlers, Job, Settings, Worker, enqueue, events
 from worker.domain_json import decode_json
 from worker.events import ALL, Event
 from worker.store.connection import Connection, Database
@@ -66,7 +67,7 @@ _RECORD = frozenset(vars(logging.makeLogRecord({})))
 
 
 @contextlib.contextmanager
-def listening() -> Any:
+def listening() -> Iterator[Log]:
     """The log of this process's Workers while the block runs."""
     logger, log = logging.getLogger("worker"), Log()
     level = logger.level
@@ -77,6 +78,44 @@ def listening() -> Any:
     finally:
         logger.removeHandler(log)
         logger.setLevel(level)
+
+
+async def nothing(job: Job[object]) -> None:
+    """A handler with nothing to do."""
+
+
+async def until_the_drain() -> None:
+    """In a handler: its work takes until a Worker of this process has begun to drain."""
+    with listening() as log:
+        await await_for(lambda: log.find(events.SHUTDOWN_STARTED))
+
+
+def works() -> tuple[Handlers, list[Any]]:
+    """A kind `work` that takes as long as its payload says; that it started, and why it was stopped, is noted."""
+    handlers, noted = Handlers(), []
+
+    @handlers.job("work")
+    async def work(job: Job[Literal["nothing", "until the drain", "until stopped"]]) -> str:
+        noted.append("started")
+        try:
+            match job.payload:
+                case "until the drain":
+                    await until_the_drain()
+                case "until stopped":
+                    await until_cancelled()
+        finally:
+            noted.append(job.cancel_reason)
+        return "worked"
+
+    return handlers, noted
+
+
+async def deaf_until(free: asyncio.Event) -> None:
+    """In a handler: swallow every cancellation until then; but not for ever, or a failed test would not end."""
+    while not free.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            async with asyncio.timeout(60):
+                await free.wait()
 
 
 class Run:
@@ -115,6 +154,15 @@ class Run:
         assert row is not None
         return row
 
+    async def all_ended(self, timeout_seconds: float = 30) -> Counter[str]:
+        """How many jobs are in which state, once all are terminal."""
+
+        async def over() -> bool:
+            return not await self.value("SELECT EXISTS (SELECT FROM jobs WHERE state IN ('ready', 'running'))")
+
+        await await_for(over, timeout_seconds)
+        return Counter(await self.column("SELECT state FROM jobs"))
+
     async def run(self, kind: str, payload: object = None, **options: Any) -> Mapping[str, Any]:
         """Enqueue, and the row at its end."""
         return await self.ended(await self.enqueue(kind, payload, **options))
@@ -150,6 +198,15 @@ async def running(dsn: str, handlers: Handlers, *, schema: str = "public", **set
     async with seen(dsn, schema=schema) as run, Worker(handlers, quick(dsn, schema_name=schema, **settings)) as worker:
         run.worker = worker
         yield run
+
+
+async def claim_ahead(worker: Worker, jobs: int) -> None:
+    """As if its jobs had been quick lately: claim so many although every slot is taken."""
+    assert worker.parts is not None
+    claimer = worker.parts.claimer
+    await await_for(lambda: not claimer.is_hungry)  # its own loop asks for nothing then
+    await claimer._round(jobs)
+    assert worker.parts.pool.waiting() == jobs
 
 
 TABLE = "CREATE TABLE applied (key text, fence bigint, note text)"

@@ -26,6 +26,11 @@ TTL_SECONDS = 1.0
 TROUBLE = (LeaseHeld, LeaseLost, DatabaseUnavailable, OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
 
 
+async def pause(*seconds: float) -> None:
+    """What a contender does for one of these times is of no interest."""
+    await asyncio.sleep(random.choice(seconds))
+
+
 async def write(connection: asyncpg.Connection, fence: int, what: str) -> None:
     """One fenced write: a stale fence is refused, and nothing stays."""
     async with connection.transaction():
@@ -42,10 +47,10 @@ async def contend(dsn: str, notes: Path) -> None:
                     async with Leases(dsn, holder=f"contender-{os.getpid()}") as leases:
                         while True:
                             await hold_once(leases, connection, file)
-                            await asyncio.sleep(random.uniform(0.2, 0.6))  # the others' turn
+                            await pause(0.2, 0.3, 0.4, 0.5, 0.6)  # the others' turn
                 finally:
                     connection.terminate()
-            await asyncio.sleep(random.uniform(0.05, 0.2))
+            await pause(0.05, 0.1, 0.2)
 
 
 async def hold_once(leases: Leases, connection: asyncpg.Connection, file) -> None:  # type: ignore[no-untyped-def]
@@ -54,7 +59,7 @@ async def hold_once(leases: Leases, connection: asyncpg.Connection, file) -> Non
         try:
             await write(connection, held.fence, "enter")
             # Mostly short, and sometimes longer than the lease, so that it lives by its renewals.
-            await asyncio.sleep(random.choice((0.01, 0.05, 0.2, 1.3)))
+            await pause(0.01, 0.05, 0.2, 1.3)
             await write(connection, held.fence, "leave")
         finally:
             file.write(f"{held.fence} {os.getpid()} {entered_at} {local_seconds()}\n")

@@ -26,13 +26,18 @@ WHERE id = (SELECT id FROM jobs WHERE state = 'running' ORDER BY random() LIMIT 
 """
 
 
+async def chance(at_most_seconds: float) -> None:
+    """Who meets whom is left to it."""
+    await asyncio.sleep(random.uniform(0, at_most_seconds))
+
+
 def everything() -> Handlers:
     """One kind that ends in every way there is, with effects on rows that all jobs share."""
     handlers = Handlers()
 
     @handlers.job("any")
     async def any(job: Job[Any]) -> None:
-        await asyncio.sleep(random.uniform(0, 0.02))
+        await chance(0.02)
         job.effect("UPDATE counters SET n = n + 1 WHERE id = $1", job.id % 5)
         if job.fence % 4 == 0:
             raise ValueError("no")
@@ -84,7 +89,7 @@ async def test_whatever_meets_on_the_same_rows_nobody_is_told_of_a_deadlock(
         try:
             for _ in range(ROUNDS):
                 await step(connection)
-                await asyncio.sleep(random.uniform(0, 0.1))
+                await chance(0.1)
         finally:
             connection.terminate()
 

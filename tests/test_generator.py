@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 
 import pytest
 
 from tests.generators import LEASE_SECONDS, Fleet, Route
-from tests.waiting import wait_for
+from tests.waiting import any_moment, wait_for
 from tests.workplace import frozen
 
 # --- who produces
@@ -66,7 +65,7 @@ def test_leaders_that_are_killed_or_stopped_at_random_cost_no_slot(fleet: Fleet)
     for _ in range(20):
         how = choices.choice((signal.SIGKILL, signal.SIGTERM))
         leader = fleet.leader()
-        time.sleep(choices.uniform(0, 0.3))  # at any moment of a slot
+        any_moment(choices, 0.3)  # of some slots
         leader.signal(how)
         assert leader.wait() == (-how if how is signal.SIGKILL else 0)
         fleet.instances.remove(leader)
@@ -142,7 +141,7 @@ def test_marks_and_jobs_agree_however_often_a_leader_is_killed_around_a_slot(fle
     for _ in range(50):
         fleet.run()
         leader = fleet.leader()
-        time.sleep(choices.uniform(0, 0.05))  # at any moment of ten slots
+        any_moment(choices, 0.05)  # of ten slots
         leader.kill()
         fleet.instances.remove(leader)
         fleet.db.execute("UPDATE leases SET released_at = clock_timestamp() WHERE resource = 'generator'")
@@ -174,12 +173,13 @@ def test_after_down_time_recent_slots_are_made_up_for_and_old_ones_are_skipped(f
 
 
 def test_a_generator_held_up_for_longer_than_a_slot_keeps_the_spacing(fleet: Fleet) -> None:
-    """H8: blocked for 1.5 slots and more, and still the leader."""
+    """H8: blocked until the next slot is 1.5 slots late, and still the leader."""
     leader = fleet.lead("--rate", "5", WORKER_LEASE_SECONDS="5")
+    overdue = "SELECT clock_timestamp() > last_slot_at + 2.5 * interval '0.2 second' FROM generators"
     for _ in range(3):
         fleet.wait_for_more(2)
         with frozen([leader.pid]):
-            time.sleep(0.5)
+            wait_for(lambda: fleet.value(overdue))
     fleet.wait_for_more(2)
     fleet.each_slot_once(0.2, late_seconds=2)
     assert len(leader.find("generator_leader")) == 1

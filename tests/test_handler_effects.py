@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.inprocess import APPLIED, APPLY, TABLE, both_shapes, quick, running, seen
+from tests.inprocess import APPLIED, APPLY, TABLE, both_shapes, expire, quick, running, seen
 from worker import (
     Handlers,
     Job,
@@ -72,11 +72,16 @@ async def test_an_argument_is_what_it_was_at_the_call(database_url: str) -> None
         document = {"steps": [1]}
         job.effect("INSERT INTO documents VALUES ($1)", document)
         document["steps"].append(2)
+        picture, thumbnail = bytearray(b"as it was"), memoryview(b"never copied")
+        job.effect("INSERT INTO documents VALUES ($1, $2, $3)", {}, picture, thumbnail)
+        picture[:] = b"painted over"
 
     async with running(database_url, handlers) as run:
-        await run.connection.execute("CREATE TABLE documents (a jsonb)")
+        await run.connection.execute("CREATE TABLE documents (a jsonb, picture bytea, thumbnail bytea)")
         assert (await run.run("write"))["state"] == "succeeded"
-        assert await run.value("SELECT a ->> 'steps' FROM documents") == "[1]"
+        assert await run.value("SELECT a ->> 'steps' FROM documents WHERE picture IS NULL") == "[1]"
+        assert await run.column("SELECT picture FROM documents WHERE a = '{}'") == [b"as it was"]
+        assert await run.column("SELECT thumbnail FROM documents WHERE a = '{}'") == [b"never copied"]
 
 
 async def test_what_is_recorded_after_the_handler_has_returned_is_refused(database_url: str) -> None:
@@ -200,6 +205,26 @@ async def test_effects_are_dropped_unless_the_handler_returns(database_url: str)
         assert (row["state"], row["attempts"]) == ("succeeded", 3)
         assert await run.column("SELECT fence FROM applied") == [row["fence"]]
         assert await run.value("SELECT count(*) FROM jobs WHERE idempotency_key = 'follow-up'") == 1
+
+
+@both_shapes
+async def test_effects_of_an_attempt_that_lost_its_lease_are_not_applied(database_url: str, shape: dict[str, Any]) -> None:
+    handlers = Handlers()
+
+    @handlers.job("write")
+    async def write(job: Job[object]) -> str:
+        job.effect(APPLY, job.key, job.fence)
+        if job.key == "stolen":
+            await expire(run, job.id)
+        return "mine"
+
+    async with running(database_url, handlers, **shape) as run:
+        await run.connection.execute(TABLE)
+        id = await run.enqueue("write", key="stolen")
+        await run.said(events.JOB_ABANDONED, job_id=id, reason="lease_lost")
+        assert (await run.row(id))["lease_owner"] == "somebody-else"
+        await run.run("write", key="kept")
+        assert await run.column(APPLIED) == ["kept"]
 
 
 @both_shapes

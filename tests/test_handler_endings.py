@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.inprocess import both_shapes, running
-from tests.waiting import await_for
+from tests.waiting import await_for, until_cancelled
 from worker import (
     Discard,
     Handlers,
@@ -177,7 +177,7 @@ async def test_failure_hooks_are_told_after_the_failure_is_written(database_url:
     @handlers.job("fail", timeout_seconds=0.2)
     async def fail(job: Job[object]) -> None:
         if job.payload == "slow":
-            await asyncio.sleep(5)
+            await until_cancelled()
         if job.payload == "effect":
             job.effect("INSERT INTO no_such_table VALUES (1)")
             return
@@ -210,7 +210,7 @@ async def test_errors_of_failure_hooks_are_only_logged_and_a_slow_one_is_stopped
 
     @handlers.on_failure
     async def slow(job: Job[object], error: BaseException, will_retry: bool) -> None:
-        await asyncio.sleep(30)
+        await until_cancelled()
 
     @handlers.on_failure
     async def sound(job: Job[object], error: BaseException, will_retry: bool) -> None:

@@ -7,12 +7,11 @@ import contextlib
 import contextvars
 import functools
 import threading
-import time
 
 import pytest
 
-from tests.inprocess import APPLIED, APPLY, TABLE, expire, running
-from tests.waiting import await_for
+from tests.inprocess import APPLIED, APPLY, TABLE, claim_ahead, deaf_until, expire, running
+from tests.waiting import await_for, await_while, until_cancelled, wait_for
 from worker import (
     Handlers,
     Job,
@@ -24,13 +23,12 @@ from worker import (
 
 
 async def test_an_async_handler_is_cancelled_at_its_time_out(database_url: str) -> None:
-    handlers, ran_on, reasons = Handlers(), [], []
+    handlers, reasons = Handlers(), []
 
     @handlers.job("slow", timeout_seconds=0.2)
     async def slow(job: Job[object]) -> None:
         try:
-            await asyncio.sleep(60)
-            ran_on.append(job)
+            await until_cancelled()
         finally:
             reasons.append(job.cancel_reason)
 
@@ -40,7 +38,6 @@ async def test_an_async_handler_is_cancelled_at_its_time_out(database_url: str) 
         assert row["last_error"] == "TimeoutError: not done after 0.2 s"
         assert await run.column("SELECT outcome FROM job_failures") == ["timeout", "timeout"]
         assert await run.value("SELECT max(extract(epoch FROM completed_at - started_at)) FROM jobs") < 30
-    assert ran_on == []
     assert reasons == ["timeout", "timeout"]
 
 
@@ -51,7 +48,7 @@ async def test_a_handler_that_swallows_its_cancellation_has_timed_out_all_the_sa
     async def stubborn(job: Job[object]) -> str:
         job.effect(APPLY, job.key, job.fence)
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
+            await until_cancelled()
         return "all is well"
 
     async with running(database_url, handlers) as run:
@@ -67,7 +64,7 @@ async def test_the_exception_a_cancelled_handler_ends_with_is_kept_as_the_cause(
     @handlers.job("slow", timeout_seconds=0.1)
     async def slow(job: Job[object]) -> None:
         try:
-            await asyncio.sleep(60)
+            await until_cancelled()
         except asyncio.CancelledError:
             raise ValueError("the tidying failed") from None
 
@@ -82,10 +79,7 @@ async def test_a_deaf_handler_keeps_its_slot_until_it_really_ends(database_url: 
 
     @handlers.job("deaf", timeout_seconds=0.2)
     async def deaf(job: Job[object]) -> None:
-        until = time.monotonic() + 60  # not for ever, or a failed test would not end
-        while not release.is_set() and time.monotonic() < until:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.02)
+        await deaf_until(release)
 
     @handlers.job("next")
     async def next_(job: Job[object]) -> None:
@@ -131,17 +125,29 @@ async def test_a_thread_past_its_time_out_is_failed_at_once_fenced_and_keeps_its
     assert reasons == ["timeout"]
 
 
-async def test_the_time_of_a_thread_starts_when_it_does(database_url: str) -> None:
-    handlers = Handlers()
+async def test_the_time_of_a_thread_starts_when_it_does(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.demand.SURPLUS_SECONDS", 60.0)  # what waits is not given back meanwhile
+    handlers, release, started = Handlers(), threading.Event(), []
 
-    @handlers.job("thread", timeout_seconds=2)
+    @handlers.job("first", timeout_seconds=60)
+    def first(job: Job[object]) -> None:
+        assert release.wait(20)
+
+    @handlers.job("thread", timeout_seconds=1)
     def thread(job: Job[object]) -> None:
-        time.sleep(0.25)
+        started.append(job.id)
 
     async with running(database_url, handlers, workers=1) as run:
-        ids = [await run.enqueue("thread", max_attempts=1) for _ in range(10)]
-        for id in ids:  # the last one waits longer than its time-out
-            assert (await run.ended(id))["state"] == "succeeded"
+        assert run.worker.parts is not None
+        pool = run.worker.parts.pool
+        await run.enqueue("first")
+        await await_for(lambda: pool.busy() == 1)
+        id = await run.enqueue("thread", max_attempts=1)
+        await claim_ahead(run.worker, 1)
+        await await_while(lambda: pool.waiting() == 1 and not started, 1.2)  # longer than its time-out
+        release.set()
+        assert (await run.ended(id))["state"] == "succeeded"
+    assert started == [id]
 
 
 async def test_plain_functions_run_in_threads_of_their_own_with_the_context_of_nobody_else(database_url: str) -> None:
@@ -163,19 +169,24 @@ async def test_plain_functions_run_in_threads_of_their_own_with_the_context_of_n
 
 async def test_every_attempt_begins_with_the_context_of_nobody_else(database_url: str) -> None:
     """Attempts start each other in their slots: neither tenants nor trace spans may come along."""
-    handlers, found = Handlers(), []
+    handlers, found, go_on = Handlers(), [], asyncio.Event()
     tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="none")
 
     @handlers.job("tenant")
     async def of_a_tenant(job: Job[object]) -> None:
         found.append(tenant.get())
         tenant.set(f"tenant of {job.id}")
-        await asyncio.sleep(0)
+        await go_on.wait()
 
     async with running(database_url, handlers, workers=1) as run:
-        for id in [await run.enqueue("tenant") for _ in range(10)]:
+        ids = [await run.enqueue("tenant")]
+        await await_for(lambda: found)
+        ids += [await run.enqueue("tenant") for _ in range(3)]
+        await claim_ahead(run.worker, 3)
+        go_on.set()
+        for id in ids:
             await run.ended(id)
-    assert found == ["none"] * 10
+    assert found == ["none"] * 4
 
 
 async def test_callables_of_every_sort_are_handlers(database_url: str) -> None:
@@ -223,7 +234,7 @@ async def test_cancelling_a_running_job_stops_its_handler_and_applies_nothing(da
         job.effect(APPLY, job.key, job.fence)
         started.set()
         try:
-            await asyncio.sleep(60)
+            await until_cancelled()
         finally:
             reasons.append(job.cancel_reason)
 
@@ -246,10 +257,7 @@ async def test_a_thread_whose_job_is_cancelled_is_told_and_fenced(database_url: 
     def long(job: Job[object]) -> None:
         job.effect(APPLY, job.key, job.fence)
         started.set()
-        deadline = time.monotonic() + 20
-        while job.cancel_reason is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        reasons.append(job.cancel_reason)
+        reasons.append(wait_for(lambda: job.cancel_reason, 20))
         with pytest.raises(LeaseLost):
             job.ensure_lease()
 
@@ -272,7 +280,7 @@ async def test_a_handler_is_told_when_another_process_has_taken_its_job(database
     async def long(job: Job[object]) -> None:
         started.set()
         try:
-            await asyncio.sleep(60)
+            await until_cancelled()
         finally:
             reasons.append(job.cancel_reason)
 

@@ -1,8 +1,7 @@
-"""The transaction of a handler's own, and its connections for reading: fenced, whole, and nobody else's."""
+"""The transaction of a handler's own: fenced, whole, and the end of its job."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 from typing import Any
@@ -11,7 +10,6 @@ import asyncpg
 import pytest
 
 from tests.inprocess import APPLIED, APPLY, TABLE, both_shapes, connect, expire, running
-from tests.servers import ADVISORY_LOCKS
 from tests.waiting import await_for
 from worker import (
     Discard,
@@ -272,26 +270,6 @@ async def test_entering_the_transaction_without_the_lease_raises_lease_lost(data
     assert len(raised) == 1
 
 
-@both_shapes
-async def test_effects_of_an_attempt_that_lost_its_lease_are_not_applied(database_url: str, shape: dict[str, Any]) -> None:
-    handlers = Handlers()
-
-    @handlers.job("write")
-    async def write(job: Job[object]) -> str:
-        job.effect(APPLY, job.key, job.fence)
-        if job.key == "stolen":
-            await expire(run, job.id)
-        return "mine"
-
-    async with running(database_url, handlers, **shape) as run:
-        await run.connection.execute(TABLE)
-        id = await run.enqueue("write", key="stolen")
-        await run.said(events.JOB_ABANDONED, job_id=id, reason="lease_lost")
-        assert (await run.row(id))["lease_owner"] == "somebody-else"
-        await run.run("write", key="kept")
-        assert await run.column(APPLIED) == ["kept"]
-
-
 async def test_a_key_applied_before_raises_in_the_transaction_and_ends_the_job_as_succeeded(database_url: str) -> None:
     handlers, raised = Handlers(), []
 
@@ -316,116 +294,3 @@ async def test_a_key_applied_before_raises_in_the_transaction_and_ends_the_job_a
         assert (await run.run("own", "fail", key="f", max_attempts=1))["last_error"] == "ValueError: should not have happened"
         assert await run.column(APPLIED) == []
     assert "'k'" in raised[0]
-
-
-async def test_misuse_of_transaction_effect_and_connection_is_a_runtime_error(database_url: str) -> None:
-    handlers, tried = Handlers(), []
-
-    async def refused(what: str, entering: contextlib.AbstractAsyncContextManager[Any]) -> None:
-        with pytest.raises(RuntimeError) as caught:
-            async with entering:
-                pass
-        tried.append((what, str(caught.value)))
-
-    @handlers.job("both")
-    async def both(job: Job[object]) -> None:
-        job.effect(APPLY, job.key, job.fence)
-        await refused("effect, then transaction", job.transaction())
-
-    @handlers.job("inside")
-    async def inside(job: Job[object]) -> None:
-        async with job.connection():
-            await refused("transaction while connection is held", job.transaction())
-        async with job.transaction() as tx:
-            with pytest.raises(RuntimeError, match="run the statement on `tx`"):
-                job.effect(APPLY, job.key, job.fence)
-            with pytest.raises(RuntimeError, match="run the statement on `tx`"):
-                job.enqueue("other", {})
-            await refused("connection inside transaction", job.connection())
-            await refused("transaction inside transaction", job.transaction())
-            await tx.execute(APPLY, job.key, job.fence)
-        await refused("transaction twice", job.transaction())
-
-    @handlers.job("thread")
-    def thread(job: Job[object]) -> None:
-        async def enter(what: str) -> None:
-            await refused(what, getattr(job, what)())
-
-        asyncio.run(enter("transaction"))
-        asyncio.run(enter("connection"))
-
-    async with running(database_url, handlers) as run:
-        await run.connection.execute(TABLE)
-        for kind in ("both", "inside", "thread"):
-            row = await run.run(kind, max_attempts=1)
-            assert row["state"] == "succeeded", row["last_error"]
-        assert len(await run.column(APPLIED)) == 2
-    assert len(tried) == 7
-
-
-async def test_a_connection_reads_outside_the_fence_also_after_the_transaction(database_url: str) -> None:
-    handlers, read = Handlers(), []
-
-    @handlers.job("read")
-    async def read_(job: Job[object]) -> None:
-        async with job.connection() as c:
-            read.append(await c.fetchval("SELECT state FROM jobs WHERE id = $1", job.id))
-        async with job.transaction():
-            pass
-        async with job.connection() as c:
-            read.append(await c.fetchval("SELECT state FROM jobs WHERE id = $1", job.id))
-
-    async with running(database_url, handlers) as run:
-        id = await run.enqueue("read")
-        await run.said(events.JOB_SUCCEEDED, job_id=id)
-        assert run.log.find(events.HANDLER_FAILED_AFTER_COMMIT) == []
-    assert read == ["running", "succeeded"]
-
-
-async def test_a_session_changed_on_a_connection_is_clean_for_the_next_borrower(database_url: str) -> None:
-    handlers, found = Handlers(), []
-
-    @handlers.job("read")
-    async def read(job: Job[object]) -> None:
-        async with job.connection() as c:
-            found.append((await c.fetchval("SHOW search_path"), await c.fetchval("SELECT pg_try_advisory_lock(7)")))
-            await c.execute("SET search_path = odd")
-            await c.execute("BEGIN")
-
-    async with running(database_url, handlers, workers=1) as run:
-        await run.run("read")
-        await run.run("read")
-        assert await run.value(ADVISORY_LOCKS) == 0
-    assert found == [('"$user", public', True)] * 2
-
-
-async def test_handlers_that_hold_every_connection_starve_neither_renewals_nor_completions(database_url: str) -> None:
-    handlers, all_hold = Handlers(), asyncio.Barrier(3)
-
-    @handlers.job("hold")
-    async def hold(job: Job[object]) -> None:
-        async with job.connection() as c:
-            await all_hold.wait()  # two jobs, and the test
-            await c.fetchval("SELECT 1")
-            await held.wait()
-
-    @handlers.job("starve")
-    async def starve(job: Job[object]) -> None:
-        async with job.connection():
-            pass
-
-    held = asyncio.Event()
-    async with running(database_url, handlers, pool_size=2, query_timeout_seconds=0.3, lease_seconds=3) as run:
-        ids = [await run.enqueue("hold", max_attempts=1) for _ in range(2)]
-        await all_hold.wait()
-        row = await run.run("starve", max_attempts=1)
-        assert row["last_error"].startswith("TimeoutError")
-        until = (await run.row(ids[0]))["lease_until"]
-
-        async def renewed() -> bool:
-            return bool((await run.row(ids[0]))["lease_until"] > until)
-
-        await await_for(renewed)
-        held.set()
-        for id in ids:
-            assert (await run.ended(id))["state"] == "succeeded"

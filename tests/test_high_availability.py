@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import ROOT, Daemon
 from tests.replicas import Pair, lacking, pairs
-from tests.waiting import wait_for
+from tests.waiting import wait_for, wait_while
 from tests.workplace import LEASE_SECONDS, Note, Workplace
 from worker.lost_claims import MOST_OUTSTANDING
 
@@ -86,6 +86,16 @@ def in_trouble(*processes: Daemon) -> None:
     wait_for(lambda: all(any(event["level"] == "warning" for event in process.events) for process in processes))
 
 
+def nothing_more_is_told(client: Client, *processes: Daemon) -> None:
+    """To the client or to a daemon, for the time of a lease."""
+
+    def told() -> list[int]:
+        return [len(client.acknowledged), *(len(process.find("job_succeeded")) for process in processes)]
+
+    before = told()
+    wait_while(lambda: told() == before, LEASE_SECONDS)
+
+
 def nothing_is_lost(place: Workplace, client: Client, *processes: Daemon) -> None:
     """What the client was told and what the daemons said is what the database holds in the end."""
     place.wait_until_all("succeeded", SOON_SECONDS)
@@ -140,13 +150,8 @@ def test_an_old_primary_that_nobody_told_can_acknowledge_nothing(pair: Pair, pla
         pair.fail_over()
         old = pair.standby
         wait_for(lambda: old.value("SELECT count(*) FROM pg_stat_replication") == 0)
-        # What was on its way before may still be told.
-        time.sleep(0.5)
-        said, told = [len(process.find("job_succeeded")) for process in processes], len(client.acknowledged)
         in_trouble(*processes)
-        time.sleep(LEASE_SECONDS)
-        assert [len(process.find("job_succeeded")) for process in processes] == said
-        assert len(client.acknowledged) == told
+        nothing_more_is_told(client, *processes)
         old.crash()
         place.reconnect()
         client.goes_on()
@@ -200,10 +205,7 @@ def test_while_the_standby_is_away_everybody_waits(pair: Pair, place: Workplace)
         client.goes_on()
         pair.standby.stop()
         in_trouble(*processes)
-        time.sleep(LEASE_SECONDS)
-        said, told = [len(process.find("job_succeeded")) for process in processes], len(client.acknowledged)
-        time.sleep(LEASE_SECONDS)
-        assert ([len(process.find("job_succeeded")) for process in processes], len(client.acknowledged)) == (said, told)
+        nothing_more_is_told(client, *processes)
         pair.standby.start()
         client.goes_on()
     nothing_is_lost(place, client, *processes)
@@ -219,12 +221,8 @@ def test_claims_without_an_answer_do_not_take_every_connection(pair: Pair, place
     pair.standby.stop()
     in_trouble(*processes)
     unanswered = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name ~ ' claim$'"
-    most = 0
-    until = time.monotonic() + 4 * LEASE_SECONDS
-    while time.monotonic() < until:
-        most = max(most, place.value(unanswered))
-        time.sleep(0.1)
-    assert 1 <= most <= len(processes) * MOST_OUTSTANDING
+    wait_for(lambda: place.value(unanswered))
+    wait_while(lambda: place.value(unanswered) <= len(processes) * MOST_OUTSTANDING, 4 * LEASE_SECONDS)
     pair.standby.start()
     place.wait_until_all("succeeded", 30)
     assert place.ledger() == dict.fromkeys(ids, 1)
@@ -261,8 +259,7 @@ def test_after_an_asynchronous_failover_the_recipe_lets_no_fence_be_drawn_twice(
         # The daemons stay out, though jobs are due here; and the jump is needed, as these fences would come again.
         for statement in ("BEGIN READ WRITE", "UPDATE jobs SET available_at = now()", "COMMIT"):
             db.execute(statement)
-        time.sleep(LEASE_SECONDS)
-        assert db.execute("SELECT max(fence) FROM jobs").fetchone() == (0,)
+        wait_while(lambda: db.execute("SELECT max(fence) FROM jobs").fetchone() == (0,), LEASE_SECONDS)
         last = db.execute("SELECT last_value FROM fence_seq").fetchone()
         assert last is not None
         assert last[0] < max(note.fence for note in lost)

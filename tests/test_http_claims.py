@@ -20,7 +20,7 @@ import pytest
 
 from tests.servers import PrivateCluster
 from tests.serving import TOKEN, Served
-from tests.waiting import await_for, wait_for
+from tests.waiting import await_for, until_cancelled, wait_for
 from worker.api.claims import Claims
 from worker.api.coalescing import QUEUE, Coalescer, Waiting
 from worker.api.outcomes import FINISH_SETTINGS, Outcomes
@@ -135,17 +135,19 @@ def test_large_payloads_reach_all_who_wait(served: Served, queue: str) -> None:
 
 
 async def test_a_full_queue_is_refused_at_once_and_a_slow_answer_after_its_time() -> None:
-    line: Coalescer[int, int] = Coalescer(lambda _: asyncio.sleep(3600), most=10, limit_seconds=0.5)
-    loop = asyncio.create_task(line.run())
+    line: Coalescer[int, int] = Coalescer(lambda _: until_cancelled(), most=10, limit_seconds=2)
     asked = [asyncio.create_task(line.ask(number)) for number in range(QUEUE)]
-    await asyncio.sleep(0)
+    await await_for(lambda: line._waiting == QUEUE)
     with pytest.raises(Problem) as refused:
         await line.ask(QUEUE)
     assert (refused.value.status_code, refused.value.code) == (503, "overloaded")
     assert not any(one.done() for one in asked)
+    loop = asyncio.create_task(line.run())
     ended, _ = await asyncio.wait(asked, timeout=30)
     assert [str(one.exception()) for one in ended] == [str(refused.value)] * QUEUE
+    assert not loop.done()
     loop.cancel()
+    await asyncio.wait({loop})
 
 
 async def test_groups_take_turns_and_what_nobody_waits_for_is_left_out() -> None:
@@ -158,13 +160,14 @@ async def test_groups_take_turns_and_what_nobody_waits_for_is_left_out() -> None
 
     line: Coalescer[str, str] = Coalescer(work, most=2, limit_seconds=5, group_of=lambda wish: wish[0])
     asked = [asyncio.create_task(line.ask(wish)) for wish in ("a1", "a2", "a3", "b1", "a4", "a5", "c1")]
-    await asyncio.sleep(0)
+    await await_for(lambda: line._waiting == len(asked))
     asked[3].cancel()
-    await asyncio.sleep(0)
     async with asyncio.timeout(30):
+        await asyncio.wait({asked[3]})
         loop = asyncio.create_task(line.run())
         await asyncio.wait(asked)
         loop.cancel()
+        await asyncio.wait({loop})
     assert batches == [["a1", "a2"], ["c1"], ["a3", "a4"], ["a5"]]
 
 

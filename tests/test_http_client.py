@@ -21,7 +21,7 @@ import pytest
 
 from tests.processes import environment
 from tests.serving import TOKEN, Served, eating
-from tests.waiting import await_for, wait_for
+from tests.waiting import await_for, await_while, until_cancelled, wait_for
 from tests.workplace import Workplace
 from worker import LeaseLost, Leases, TaskClient
 from worker.clock import local_seconds
@@ -206,7 +206,8 @@ async def test_a_long_task_is_kept_alive(workplace: Workplace, serve: Callable[.
     served = serve(workplace.url)
 
     async def handler(task: RemoteTask) -> object:
-        await asyncio.sleep(5)
+        first = served.job(task.id).lease_until
+        await await_for(lambda: served.job(task.id).lease_until > first + timedelta(seconds=3), 30)
         assert task.remaining_seconds() > 0
         return "done"
 
@@ -223,13 +224,12 @@ async def test_a_task_that_was_taken_stops_its_handler(served: Served, queue: st
     async def handler(task: RemoteTask) -> object:
         served.ask("SELECT cancel_job(%s)", task.id)
         try:
-            await asyncio.sleep(60)
+            await until_cancelled()
         except asyncio.CancelledError:
             stopped.set()
             with pytest.raises(LeaseLost):
                 task.ensure_lease()
             raise
-        return None
 
     served.add(queue=queue)
     async with client(served) as tasks:
@@ -247,11 +247,10 @@ async def test_a_server_that_is_silent_stops_the_handler_before_the_lease_can_pa
     async def handler(task: RemoteTask) -> object:
         os.kill(served.process.pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(60)
+            await until_cancelled()
         finally:
             [row] = served.ask("SELECT lease_until > now() AS live FROM jobs WHERE id = %s", id)
             assert row.live, "it went on after its lease"
-        return None
 
     try:
         async with client(served) as tasks:
@@ -264,10 +263,13 @@ async def test_heartbeats_survive_a_server_that_is_away_for_a_moment(database_ur
     served = serve(database_url)
 
     async def handler(task: RemoteTask) -> object:
+        first = served.job(task.id).lease_until
         os.kill(served.process.pid, signal.SIGSTOP)
-        await asyncio.sleep(1.2)
-        os.kill(served.process.pid, signal.SIGCONT)
-        await asyncio.sleep(3)
+        try:
+            await await_while(lambda: task.lost is None, 1.2)
+        finally:
+            os.kill(served.process.pid, signal.SIGCONT)
+        await await_for(lambda: served.job(task.id).lease_until > first + timedelta(seconds=3), 30)
         return "done"
 
     served.add()
@@ -336,11 +338,10 @@ async def test_a_client_that_is_stopped_gives_its_tasks_back(served: Served, que
     async def handler(task: RemoteTask) -> object:
         running.append(task.id)
         try:
-            await asyncio.sleep(60)
+            await until_cancelled()
         except asyncio.CancelledError:
             cancelled.append(task.id)
             raise
-        return None
 
     async with client(served) as tasks:
         run = asyncio.create_task(tasks.run(handler, queue=queue, lease_seconds=60, concurrency=3))
@@ -384,7 +385,7 @@ async def test_a_client_that_is_stopped_gives_back_what_it_is_claiming(
 ) -> None:
     """The server has given the task away, and the answer is on its way."""
     id = served.add(queue=queue)
-    given = asyncio.Event()
+    given, arrives = asyncio.Event(), asyncio.Event()
 
     async with client(served) as tasks:
         call = tasks._calls.call
@@ -393,7 +394,7 @@ async def test_a_client_that_is_stopped_gives_back_what_it_is_claiming(
             answer = await call(method, path, *more, **fields)  # type: ignore[arg-type]
             if path.endswith("/next"):
                 given.set()
-                await asyncio.sleep(0.2)
+                await arrives.wait()
             return answer
 
         monkeypatch.setattr(tasks._calls, "call", slow)
@@ -401,6 +402,7 @@ async def test_a_client_that_is_stopped_gives_back_what_it_is_claiming(
         await given.wait()
         assert served.job(id).state == "running"
         claiming.cancel()
+        arrives.set()
         with pytest.raises(asyncio.CancelledError):
             await claiming
     assert (served.job(id).state, served.job(id).attempts) == ("ready", 0)
@@ -488,7 +490,7 @@ import asyncio
 from worker import TaskClient
 async def handler(task):
     print("started", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 async def main():
     async with TaskClient({served.url!r}, bearer={TOKEN!r}, processor="killed") as tasks:
         await tasks.run_one(handler, lease_seconds=2)

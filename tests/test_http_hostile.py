@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.serving import TOKEN, Served, error_of
-from tests.waiting import await_for, wait_for
+from tests.waiting import await_for, wait_for, wait_while
 from worker.api import connections
 from worker.api.auth import Tokens
 from worker.api.connections import MOST_UNREAD, RESERVED_DESCRIPTORS
@@ -293,12 +293,13 @@ def test_a_slow_body_holds_no_connection_to_the_database_and_ends_in_time(served
         slow = [stack.enter_context(connection(served)) for _ in range(30)]
         for one in slow:
             one.sendall(head("POST", "/api/tasks", "Content-Type: application/json", "Content-Length: 1000") + b"{")
-        started = time.monotonic()
-        while time.monotonic() - started < 3:
+
+        def others_are_served_meanwhile() -> bool:
             for one in slow:
                 one.sendall(b" ")
-            assert still_serves(served)
-            time.sleep(0.3)
+            return still_serves(served)
+
+        wait_while(others_are_served_meanwhile, 3)
         answers = [read_all(one) for one in slow]
     assert {answer.partition(b"\r\n")[0] for answer in answers} == {b"HTTP/1.1 408 Request Timeout"}
     assert all(b'"error":"timeout"' in answer for answer in answers)
@@ -308,9 +309,11 @@ def test_a_slow_head_and_a_silent_connection_are_closed(served: Served) -> None:
     with connection(served) as silent, connection(served) as slow:
         started = time.monotonic()
         slow.sendall(b"GET /api/tasks HTTP/1.1\r\nX-A: ")
-        while time.monotonic() - started < 3:
-            slow.sendall(b"a")
-            time.sleep(0.3)
+
+        def goes_on_with_its_head() -> bool:
+            return slow.send(b"a") == 1
+
+        wait_while(goes_on_with_its_head, 3)
         assert read_all(silent) == read_all(slow) == b""
         assert time.monotonic() - started > 5
 

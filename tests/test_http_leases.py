@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ import pytest
 from psycopg.rows import namedtuple_row
 
 from tests.serving import TOKEN, Served, error_of
-from tests.waiting import wait_for
+from tests.waiting import any_moment, await_for, wait_for
 from worker.api.name_beats import ROLE, NameBeats
 from worker.api.problems import Problem
 from worker.holding import HeldName
@@ -251,7 +250,7 @@ async def test_renewals_that_come_together_are_one_statement(database_url: str) 
         strangers = [wishes[9]._replace(holder="x"), wishes[9]._replace(fence=1), Renewal("nowhere", "h", 1)]
         # All of them wait before the loop begins; one asks twice.
         asked = [asyncio.create_task(beats.renew(wish)) for wish in (*wishes, wishes[5], *strangers)]
-        await asyncio.sleep(0)
+        await await_for(lambda: beats._coalescer._waiting == len(asked))
         loop = asyncio.create_task(beats.run())
         try:
             answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -303,12 +302,13 @@ def test_fifty_clients_have_never_two_holders_and_fences_rise(served: Served, na
 
     def fight(number: int) -> None:
         """Until it has held the lease once."""
+        choices = Random(number)
         while True:
             answer = served.http.post("/api/leases", json={"resource": name, "holder": f"h{number}", "ttl_seconds": 600})
             if answer.status_code == 201:
                 break
             assert error_of(answer) in ((409, "held"), (503, "busy"), (503, "database_unavailable"))
-            time.sleep(random.uniform(0.01, 0.1))
+            any_moment(choices, 0.1)
         lease = answer.json()
         inside.append(lease["holder"])
         history.append(lease["fence"])

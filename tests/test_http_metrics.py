@@ -149,16 +149,19 @@ def test_measuring_costs_next_to_nothing() -> None:
 
 async def test_what_is_cached_is_asked_for_once_by_all_who_wait() -> None:
     asked = 0
+    answered = asyncio.Event()
 
     async def ask() -> int:
         nonlocal asked
         asked += 1
-        await asyncio.sleep(0.05)
+        await answered.wait()
         return asked
 
     cached = Cached(ask, seconds=0.2)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(cached.get()) for _ in range(50)]
+        await await_for(lambda: asked == 1)
+        answered.set()
     assert {task.result() for task in tasks} == {1}
 
     async def asked_again() -> bool:

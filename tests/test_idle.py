@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.processes import cpu_seconds
-from tests.waiting import wait_for
+from tests.waiting import wait_for, wait_while
 from tests.workplace import VARIABLES, Workplace
 
 MEASURED_SECONDS = 8.0
@@ -33,9 +33,9 @@ def test_an_idle_process_costs_next_to_nothing(private_workplace: Workplace, wor
     workplace = private_workplace
     workplace.db.execute("CREATE EXTENSION pg_stat_statements")
     daemon = workplace.daemon(**(ORDINARY | {"WORKERS": str(workers)}))
-    time.sleep(3)
+    workplace.wait_until_hungry()
     began, before, used = time.monotonic(), statements(workplace), cpu_seconds(daemon.pid)
-    time.sleep(MEASURED_SECONDS)
+    wait_while(lambda: daemon.process.poll() is None, MEASURED_SECONDS)
     seconds = time.monotonic() - began
     assert (statements(workplace) - before - 1) / seconds <= 5
     assert (cpu_seconds(daemon.pid) - used) / seconds < 0.01

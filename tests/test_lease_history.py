@@ -22,7 +22,7 @@ from tests.lease_contenders import NAME, TTL_SECONDS
 from tests.ports import Proxy
 from tests.processes import environment
 from tests.servers import PrivateCluster
-from tests.waiting import await_for
+from tests.waiting import any_moment, await_for
 from worker.clock import local_seconds
 
 CONTENDERS = 50
@@ -75,6 +75,7 @@ async def disturb(db: psycopg.Connection[Any], proxy: Proxy) -> tuple[Counter[st
     """
     started = local_seconds()
     faults: Counter[str] = Counter()
+    choices = random.Random()
 
     def is_enough() -> bool:
         blocks = db.execute("SELECT count(*) FROM history WHERE what = 'leave'").fetchone()
@@ -82,7 +83,7 @@ async def disturb(db: psycopg.Connection[Any], proxy: Proxy) -> tuple[Counter[st
 
     frozen: list[tuple[int, float, float]] = []
     for fault in itertools.cycle(FAULTS):
-        await asyncio.sleep(random.uniform(0.2, 0.6))
+        await asyncio.to_thread(any_moment, choices, 0.8)
         passed_seconds = local_seconds() - started
         assert passed_seconds < SECONDS * 6, faults
         if passed_seconds > SECONDS and is_enough():
@@ -99,7 +100,7 @@ async def disturb(db: psycopg.Connection[Any], proxy: Proxy) -> tuple[Counter[st
                 os.kill(row[0], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         if fault == "freeze":
             frozen_at = local_seconds()
-            await asyncio.sleep(TTL_SECONDS * random.uniform(0.5, 1.8))
+            await asyncio.to_thread(any_moment, choices, 2 * TTL_SECONDS)  # it may be over, or not
             os.kill(row[0], signal.SIGCONT)
             frozen.append((row[0], frozen_at, local_seconds()))
         faults[fault] += 1

@@ -1,22 +1,15 @@
-"""Leases, as processes live them: renewals, loss, fencing, the reaper. Leases here are 2 s, of a real server and real daemons."""
+"""Leases of jobs, as processes live them: held and renewed whatever a handler does. Here they are 2 s long."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
-import time
-from datetime import datetime
 
 import pytest
 from psycopg import sql
 
-from tests.waiting import wait_for
-from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, both_shapes, frozen
+from tests.waiting import wait_for, wait_while
+from tests.workplace import LEASE_SECONDS, TEXTBOOK, Workplace, both_shapes
 
 # Counts what the keeper sends: calls, and the leases in each.
 COUNT_RENEWALS = """
@@ -87,145 +80,6 @@ def test_a_commit_does_not_wait_for_a_blocked_loop(workplace: Workplace) -> None
 
 
 @both_shapes
-def test_a_frozen_worker_can_write_nothing_when_it_wakes(workplace: Workplace, shape: dict[str, str]) -> None:
-    """C2, guarantee 3: its effect and its completion roll back together, and it goes on serving."""
-    zombie = workplace.daemon(**shape)
-    id = workplace.add("gated", {"gate": "gate"}, key="contested")
-    workplace.wait_for_notes("start")
-    with frozen([zombie.pid]):
-        other = workplace.daemon(**shape)
-        # Its lease and its presence have lapsed: the other one may start.
-        workplace.wait_for_notes("start", count=2)
-        workplace.open_gate()
-        done = workplace.wait_for_state(id, "succeeded")
-    abandoned = zombie.wait_for_event("job_abandoned", job_id=id)
-    assert abandoned["reason"] in ("lease_lost", "lease_untrusted")
-    assert other.stop() == 0
-    assert zombie.process.poll() is None
-    assert len(zombie.find("job_abandoned")) == 1
-    first, second = workplace.notes("start", "contested")
-    assert first.fence < second.fence == done.fence == done.result["fence"]
-    assert workplace.ledger() == {id: 1}
-    assert workplace.ask("SELECT job_id, fence FROM job_effects") == [(id, second.fence)]
-    workplace.healthy()
-
-
-@both_shapes
-def test_a_zombie_inside_its_own_transaction_can_write_nothing(workplace: Workplace, shape: dict[str, str]) -> None:
-    zombie = workplace.daemon(**shape)
-    id = workplace.add("own", {"gate": "gate"}, key="contested")
-    workplace.wait_for_notes("start")
-    with frozen([zombie.pid]):
-        workplace.daemon(**shape)
-        workplace.wait_for_notes("start", count=2)
-        workplace.open_gate()
-        workplace.wait_for_state(id, "succeeded")
-    zombie.wait_for_event("job_abandoned", job_id=id)
-    assert workplace.ledger() == {id: 1}
-    workplace.healthy()
-
-
-@both_shapes
-@pytest.mark.parametrize("kind", ["gated", "own", "fail"])
-def test_a_worker_that_has_not_noticed_its_loss_can_write_nothing(workplace: Workplace, shape: dict[str, str], kind: str) -> None:
-    """Guarantee 2: its trust has long to run, and its handler ends first. The fence alone refuses it; the row stays as it is."""
-    first = workplace.daemon(**shape, WORKERS="1", WORKER_LEASE_SECONDS="30")
-    id = workplace.add(kind, {"gate": "gate-{attempt}"}, key="contested")
-    workplace.wait_for_notes("start")
-    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 second'")
-    second = workplace.daemon(**shape)
-    workplace.wait_for_notes("start", count=2)
-    taken = workplace.job(id)
-    workplace.open_gate("gate-1")
-    first.wait_for_event("job_abandoned", job_id=id, reason="lease_lost")
-    row = workplace.job(id)
-    assert (row.state, row.fence, row.lease_owner, row.attempts) == ("running", taken.fence, taken.lease_owner, 2)
-    assert workplace.ledger() == {}
-    assert [failure.outcome for failure in workplace.failures(id)] == ["lease_lost"]
-    workplace.open_gate("gate-2")
-    if kind == "fail":
-        second.wait_for_event("job_failed", job_id=id, attempt=2)
-    else:
-        workplace.wait_for_state(id, "succeeded")
-        assert workplace.ask("SELECT job_id, fence FROM ledger") == [(id, taken.fence)]
-
-
-def test_a_transaction_left_open_by_a_frozen_worker_ends_before_its_job_is_lost(workplace: Workplace) -> None:
-    """The row lock would keep the reaper away for ever; the server ends the session."""
-    zombie = workplace.daemon()
-    id = workplace.add("own", {"seconds": 0.4})
-    workplace.wait_for_notes("start")
-    wait_for(lambda: workplace.backends("pool", "idle in transaction"))
-    with frozen([zombie.pid]):
-        workplace.daemon()
-        workplace.wait_for_state(id, "succeeded", timeout_seconds=15 * LEASE_SECONDS)
-    zombie.wait_for_event("job_abandoned", job_id=id)
-    workplace.healthy()
-
-
-@both_shapes
-@pytest.mark.parametrize("loss", ["expired", "taken"])
-def test_a_handler_is_told_to_stop_when_its_lease_is_lost(workplace: Workplace, shape: dict[str, str], loss: str) -> None:
-    """Guarantee 5: a renewal says that the lease is gone."""
-    daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300")
-    id = workplace.add("checking")
-    workplace.wait_for_notes("start")
-    if loss == "expired":
-        workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 second'")
-    else:
-        workplace.db.execute("UPDATE jobs SET fence = nextval('fence_seq'), lease_owner = 'somebody else'")
-    workplace.wait_for_notes("told:lease_lost")  # not "lease_untrusted", as its own clock would tell it
-    daemon.wait_for_event("job_abandoned", job_id=id, reason="lease_lost")
-    row = workplace.job(id)
-    assert (row.state, row.attempts) == ("running", 1)
-    workplace.healthy()
-
-
-@pytest.mark.parametrize("kind", ["gated", "own"])
-def test_a_late_completion_counts_until_the_reaper_has_moved_the_row(workplace: Workplace, kind: str) -> None:
-    """C4, guarantee 2: owner and fence decide, not the time."""
-    workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="6")
-    id = workplace.add(kind, {"gate": "gate"})
-    workplace.wait_for_notes("start")
-    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
-    workplace.open_gate()
-    workplace.wait_for_state(id, "succeeded")
-    assert workplace.ledger() == {id: 1}
-
-
-def test_a_late_failure_counts_until_the_reaper_has_moved_the_row(workplace: Workplace) -> None:
-    daemon = workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="6")
-    id = workplace.add("fail", {"gate": "gate"}, max_attempts=1)
-    workplace.wait_for_notes("start")
-    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
-    workplace.open_gate()
-    workplace.wait_for_state(id, "dead")
-    daemon.wait_for_event("job_dead", job_id=id)
-
-
-def test_a_late_snooze_counts_until_the_reaper_has_moved_the_row(workplace: Workplace) -> None:
-    workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="30")
-    id = workplace.add("snooze", {"gate": "gate"}, max_attempts=1)
-    workplace.wait_for_notes("start")
-    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
-    workplace.open_gate()
-    assert workplace.wait_for_state(id, "ready").attempts == 0
-
-
-@both_shapes
-def test_a_late_release_counts_until_the_reaper_has_moved_the_row(workplace: Workplace, shape: dict[str, str]) -> None:
-    """No renewal is due before the stop, so nobody has noticed that the lease is over."""
-    daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="60", WORKER_SHUTDOWN_GRACE_SECONDS="0")
-    id = workplace.add("gated", {"gate": "never"}, max_attempts=1)
-    workplace.wait_for_notes("start")
-    workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
-    assert daemon.stop() == 0
-    row = workplace.job(id)
-    assert (row.state, row.attempts) == ("ready", 0)
-    assert daemon.find("job_released", job_id=id, reason="shutdown")
-
-
-@both_shapes
 def test_a_healthy_job_longer_than_every_limit_is_never_rescued(workplace: Workplace, shape: dict[str, str]) -> None:
     """C8: with a second daemon that would."""
     daemons = [workplace.daemon(**shape) for _ in range(2)]
@@ -233,65 +87,6 @@ def test_a_healthy_job_longer_than_every_limit_is_never_rescued(workplace: Workp
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 1
     assert [event for daemon in daemons for event in daemon.find("lease_expired")] == []
-
-
-@both_shapes
-def test_a_crashed_workers_job_becomes_claimable_after_expiry(workplace: Workplace, shape: dict[str, str]) -> None:
-    """And C11: while every slot of the others is taken, since the reaper is no job."""
-    crashing = workplace.daemon(**shape)
-    id = workplace.add("gated", {"gate": "gate"}, key="orphan")
-    workplace.wait_for_notes("start", "orphan")
-    crashing.kill()
-    lease_until = workplace.job(id).lease_until
-    for _ in range(2):
-        workplace.add("nap", {"seconds": 60})
-    rescuer = workplace.daemon(**shape, WORKERS="2")
-    workplace.wait_for_notes("start", count=3)
-    row = workplace.wait_for_state(id, "ready")
-    assert workplace.value("SELECT clock_timestamp()") >= lease_until
-    assert (row.attempts, row.crashes, row.lease_owner, row.lease_until) == (1, 1, None, None)
-    expired = rescuer.wait_for_event("lease_expired", job_id=id)
-    assert expired["outcome"] == "crashed"
-    assert [failure.outcome for failure in workplace.failures(id)] == ["crashed"]
-    workplace.open_gate()
-    workplace.daemon(**shape)
-    row = workplace.wait_for_state(id, "succeeded")
-    assert row.attempts == 2
-    assert row.fence > workplace.notes("start", "orphan")[0].fence
-
-
-def test_a_worker_frozen_at_every_run_ends_its_job_dead(workplace: Workplace) -> None:
-    """C9: rescue gives no attempt back."""
-    id = workplace.add("gated", {"gate": "never"}, max_attempts=3)
-    for run in range(1, 4):
-        daemon = workplace.daemon(WORKER_LEASE_SECONDS="1")
-        workplace.wait_for_notes("start", count=run)
-        os.kill(daemon.pid, signal.SIGSTOP)
-        reaper = workplace.daemon(WORKER_LEASE_SECONDS="1", WORKER_QUEUES="another")
-        workplace.wait_for_state(id, "ready" if run < 3 else "dead")
-        reaper.kill()
-        daemon.kill()
-    row = workplace.job(id)
-    assert (row.state, row.attempts) == ("dead", 3)
-    assert row.last_error.startswith("worker lost: ")
-    assert len(workplace.failures(id)) == 3
-
-
-@pytest.mark.parametrize("gone", ["DELETE FROM processes", "TRUNCATE processes"])
-def test_a_job_is_recovered_by_its_own_lease_alone(workplace: Workplace, gone: str) -> None:
-    """C10: whatever happens to the registry of processes."""
-    daemon = workplace.daemon()
-    id = workplace.add("gated", {"gate": "gate"})
-    workplace.wait_for_notes("start")
-    workplace.db.execute(gone)
-    # A living process comes back into it.
-    wait_for(lambda: workplace.value("SELECT count(*) FROM processes"))
-    workplace.db.execute(gone)
-    daemon.kill()
-    workplace.open_gate()
-    workplace.daemon()
-    row = workplace.wait_for_state(id, "succeeded")
-    assert row.attempts == 2
 
 
 @both_shapes
@@ -305,10 +100,7 @@ def test_somebody_elses_row_lock_costs_that_job_alone(workplace: Workplace, shap
     with workplace.lock(locked):
         workplace.wait_for_notes("told:lease_untrusted", "locked")
         daemon.wait_for_event("job_abandoned", job_id=locked, reason="lease_untrusted")
-        until = time.monotonic() + LEASE_SECONDS
-        while time.monotonic() < until:
-            assert len(workplace.backends("leases")) == 1
-            time.sleep(0.1)
+        wait_while(lambda: len(workplace.backends("leases")) == 1, LEASE_SECONDS)
     for id in others:
         row = workplace.wait_for_state(id, "succeeded")
         assert row.attempts == 1
@@ -331,74 +123,6 @@ def test_one_failed_renewal_is_followed_by_the_next(workplace: Workplace) -> Non
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 1
     assert daemon.find("job_abandoned") == []
-
-
-OTHER_CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-static long ahead(void) {
-    char text[32] = "";
-    int file = open(getenv("SECONDS_AHEAD"), O_RDONLY);
-    if (file >= 0 && read(file, text, sizeof text - 1) < 0) text[0] = 0;
-    if (file >= 0) close(file);
-    return atol(text);
-}
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
-    int answer = real(clock, now);
-    if (clock == CLOCK_REALTIME) now->tv_sec += ahead();
-    return answer;
-}
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-    struct timespec precise;
-    int answer = clock_gettime(CLOCK_REALTIME, &precise);
-    now->tv_sec = precise.tv_sec;
-    now->tv_usec = precise.tv_nsec / 1000;
-    return answer;
-}
-time_t time(time_t *here) {
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    if (here) *here = precise.tv_sec;
-    return precise.tv_sec;
-}
-"""
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("cc") is None, reason="a clock of one's own needs Linux and a C compiler"
-)
-@pytest.mark.parametrize("seconds", [600, -600])
-def test_a_wall_clock_that_is_wrong_or_jumps_changes_nothing(workplace: Workplace, seconds: int) -> None:
-    """C12: wrong from the start, and again in the middle of a job; another process stands by for whatever would expire."""
-    source, library, ahead = (workplace.directory / name for name in ("clock.c", "clock.so", "ahead"))
-    source.write_text(OTHER_CLOCK)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=60)
-    ahead.write_text(str(seconds))
-    daemon = workplace.daemon(LD_PRELOAD=str(library), SECONDS_AHEAD=str(ahead), WORKER_LEASE_SECONDS="6")
-
-    def seconds_ahead(event: dict[str, str]) -> float:
-        now: datetime = workplace.value("SELECT now()")
-        return (datetime.fromisoformat(event["timestamp"]) - now).total_seconds()
-
-    assert seconds_ahead(daemon.find("daemon_ready")[0]) == pytest.approx(seconds, abs=120), "else its clock is ours"
-    long = workplace.add("nap", {"seconds": 8})
-    workplace.wait_for_notes("start")
-    other = workplace.daemon(WORKER_QUEUES="another")
-    later = workplace.value("SELECT id FROM enqueue_job('nap', '{}', run_at => now() + interval '3 seconds')")
-    ahead.write_text(str(-seconds))
-    assert workplace.wait_for_state(later, "succeeded").attempts == 1
-    assert workplace.value("SELECT started_at >= available_at FROM jobs WHERE id = %s", later)
-    assert workplace.wait_for_state(long, "succeeded").attempts == 1
-    assert seconds_ahead(daemon.wait_for_event("job_succeeded", job_id=long)) == pytest.approx(-seconds, abs=120)
-    assert daemon.find("job_abandoned") == other.find("lease_expired") == []
-    workplace.healthy()
 
 
 def test_a_time_out_stops_an_async_handler(workplace: Workplace) -> None:

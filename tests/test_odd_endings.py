@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 
-from tests.inprocess import quick, seen
-from tests.waiting import await_for
+from tests.inprocess import deaf_until, quick, seen
+from tests.waiting import await_for, until_cancelled
 from worker import Handlers, Job, Worker, events
 from worker.store import waiting
 from worker.store.connection import Connection, Database
@@ -27,7 +26,7 @@ async def test_a_burst_ends_although_it_was_not_told_once_whether_work_is_left(
     async def ask_a_mute_server_first(connection: Connection, database: Database, *, queues: list[str], kinds: list[str]) -> bool:
         asked[0] += 1
         if asked[0] == 1:
-            await asyncio.Event().wait()
+            await until_cancelled()
         return await ask(connection, database, queues=queues, kinds=kinds)
 
     monkeypatch.setattr("worker.store.waiting.work_is_left", ask_a_mute_server_first)
@@ -47,9 +46,7 @@ async def test_a_handler_that_outlives_its_worker_ends_in_peace(database_url: st
 
     @handlers.job("deaf")
     async def deaf(job: Job[object]) -> None:
-        while not leave.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await leave.wait()
+        await deaf_until(leave)
 
     async with seen(database_url) as run:
         settings = quick(database_url, shutdown_grace_seconds=0, lease_margin_seconds=1, lease_seconds=10, query_timeout_seconds=1)

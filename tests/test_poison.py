@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 
 import pytest
 
-from tests.waiting import wait_for
+from tests.waiting import any_moment, wait_for
 from tests.workplace import POLL_NEVER, Supervisor, Workplace, both_shapes
 
 ODD_PLACES = ("", "_in_a_thread", "_in_a_transaction")
@@ -149,7 +148,7 @@ def test_a_retry_comes_within_the_cap_after_any_number_of_attempts(workplace: Wo
         assert 0 < delay <= 64
     rows = workplace.ask("SELECT *, extract(epoch FROM available_at - started_at)::float8 AS after FROM jobs ORDER BY id")
     assert [row.attempts for row in rows] == [number + 1 for number in numbers]
-    assert all(row.state == "ready" and 0.5 <= row.after < 64 + 5 for row in rows[:-1])
+    assert all(row.state == "ready" and 0.5 <= row.after < 64 + 60 for row in rows[:-1])
     assert workplace.wait_for_state(ids[-1], "dead").attempts == most
     workplace.healthy()
 
@@ -182,7 +181,7 @@ def test_an_unknown_kind_waits_for_who_knows_it_without_using_attempts(workplace
     row = workplace.wait_for_state(id, "ready")
     assert (row.attempts, released["attempt"]) == (0, 1)
     # Put back with a delay: not in a circle.
-    assert workplace.value("SELECT available_at > now() + interval '3 seconds' FROM jobs WHERE id = %s", id)
+    assert workplace.value("SELECT available_at >= started_at + interval '5 seconds' FROM jobs WHERE id = %s", id)
     workplace.db.execute("UPDATE jobs SET available_at = now()")
     assert old.stop() == 0
     workplace.daemon()
@@ -199,7 +198,7 @@ def test_a_cancellation_and_a_completion_agree_on_who_came_first(workplace: Work
     spread_seconds = 0.02
     for _ in range(60):
         id = workplace.add("nap", {"seconds": 0.005})
-        time.sleep(rounds.uniform(0, spread_seconds))
+        any_moment(rounds, spread_seconds)
         told[id] = workplace.value("SELECT cancel_job(%s)", id)
         spread_seconds *= 1.1 if told[id] == "cancelled" else 0.9  # around the completion on a slow machine, too
     for id, state in told.items():
@@ -211,11 +210,11 @@ def test_a_cancellation_and_a_completion_agree_on_who_came_first(workplace: Work
 
 
 def test_a_cancelled_job_stops_at_once(workplace: Workplace) -> None:
-    daemon = workplace.daemon(WORKER_LEASE_SECONDS="30")
-    id = workplace.add("nap", {"seconds": 20})
+    daemon = workplace.daemon(WORKER_LEASE_SECONDS="300")
+    id = workplace.add("nap", {"seconds": 200})
     workplace.wait_for_notes("start")
     assert workplace.value("SELECT cancel_job(%s)", id) == "cancelled"
-    workplace.wait_for_notes("told:cancelled", timeout_seconds=9)  # its next renewal, in 10 s, would tell it too
+    workplace.wait_for_notes("told:cancelled", timeout_seconds=60)  # its next renewal, in 100 s, would tell it too
     daemon.wait_for_event("job_abandoned", job_id=id, reason="cancelled")
     assert workplace.ledger() == {}
     workplace.healthy()
@@ -227,9 +226,9 @@ def test_a_job_due_later_runs_then_and_once(workplace: Workplace, shape: dict[st
     for _ in range(2):
         workplace.daemon(**shape, **POLL_NEVER, WORKER_LEASE_SECONDS="1")
     id = workplace.value("SELECT id FROM enqueue_job('nap', '{}', run_at => now() + interval '3 seconds')")
-    row = workplace.wait_for_state(id, "succeeded")
+    row = workplace.wait_for_state(id, "succeeded", timeout_seconds=40)
     late = workplace.value("SELECT started_at - available_at FROM jobs WHERE id = %s", id).total_seconds()
-    assert 0 <= late < 10  # and not when somebody polls
+    assert 0 <= late < 30  # and not when somebody polls
     assert row.attempts == 1
     assert len(workplace.notes("start")) == 1
 

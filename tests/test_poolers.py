@@ -19,7 +19,7 @@ from tests.psql import grant
 from tests.roles import PASSWORD, role, url_as
 from tests.servers import PrivateCluster, Server
 from tests.serving import Served
-from tests.waiting import await_for, wait_for
+from tests.waiting import await_for, until_cancelled, wait_for
 from tests.workplace import VARIABLES, Workplace, both_shapes
 from worker import LeaseLost, Leases
 from worker.errors import ConfigError
@@ -288,7 +288,7 @@ async def hold_while_it_is_stolen(leases: Leases, pooled: PooledWorkplace) -> No
     async with leases.hold("stolen", ttl_seconds=2):
         pooled.db.execute("UPDATE leases SET expires_at = clock_timestamp() WHERE resource = 'stolen'")
         assert pooled.value("SELECT outcome FROM acquire_lease('stolen', 'other')") == "acquired"
-        await asyncio.sleep(60)
+        await until_cancelled()
 
 
 async def test_leases_name_a_pooler_that_nobody_mentioned(pooled: PooledWorkplace) -> None:

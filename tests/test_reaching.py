@@ -37,6 +37,7 @@ class Server:
         self.times = times
         self.asked = 0
         self.told: list[str] = []
+        self.lines = 0
 
     async def prepare(self) -> None:
         self.asked += 1
@@ -57,6 +58,7 @@ async def test_what_may_change_by_itself_is_waited_for(clock: list[float], error
     await server.reach(None)
     assert server.asked == 21
     assert server.told == ["waiting for the database"] * 20
+    assert server.lines > 0
     assert clock[0] - 1000 > 30
 
 

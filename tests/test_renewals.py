@@ -214,12 +214,22 @@ async def test_a_transaction_longer_than_its_lease_is_left_alone_and_commits(dat
     handlers = Handlers()
     to_the_end: list[str | None] = []
 
+    async def next_beat() -> None:
+        present_until = "SELECT max(expires_at) FROM processes"
+        before = await run.value(present_until)
+
+        async def has_come() -> bool:
+            return bool(await run.value(present_until) != before)
+
+        await await_for(has_come, 20)
+
     @handlers.job("own")
     async def own(job: Job[object]) -> None:
         async with job.transaction() as tx:
             for _ in range(17):
                 await tx.execute("SELECT pg_sleep(0.2)")
-        await asyncio.sleep(1.5)  # longer than from one renewal to the next
+        for _ in range(2):  # the second one began after the commit
+            await next_beat()
         to_the_end.append(job.cancel_reason)
 
     async with seen(database_url) as run:

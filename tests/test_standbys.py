@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import httpx
 import pytest
 
+from tests.commands import worker
 from tests.servers import commits_wait_for_a_standby, private_clusters
 from tests.serving import Served, error_of, serving
 from tests.waiting import await_for, wait_for
@@ -143,3 +146,33 @@ async def test_a_daemon_trusts_what_the_standby_has(served: Served, queue: str, 
         assert await renewal()  # it is there, and a later one counts
     finally:
         connection.terminate()
+
+
+@pytest.mark.parametrize("command", ["enqueue", "enqueue --file", "jobs cancel", "jobs retry"])
+def test_a_command_says_done_when_the_standby_has_it(served: Served, queue: str, tmp_path: Path, command: str) -> None:
+    """Who reads the answer may rely on it after a failover. What was done stands here all the same, and can be done again."""
+    id = served.add(queue=queue)
+    if command == "jobs retry":
+        served.ask("SELECT cancel_job(%s)", id)
+    arguments = {
+        "enqueue": ("enqueue", "remote", "1", "--key", f"{queue}-2", "--queue", queue),
+        "enqueue --file": ("enqueue", "--file", "-"),
+    }.get(command, (*command.split(), str(id)))
+    line = f'{{"kind": "remote", "payload": 1, "key": "{queue}-2", "queue": "{queue}"}}'
+    with ThreadPoolExecutor(1) as thread:
+
+        def ask() -> Future[CompletedProcess[str]]:
+            return thread.submit(worker, *arguments, stdin=line, directory=tmp_path, DATABASE_URL=served.database_url)
+
+        with commits_wait_for_a_standby(served.database_url):
+            asked = ask()
+            cut_short(served, "command")
+            result = asked.result(60)
+            assert (result.returncode, result.stdout) == (69, "")
+            assert "standby" in result.stderr
+            asked = ask()
+            wait_for(lambda: waiting(served, "command") or asked.done())
+            assert not asked.done()
+        assert asked.result(60).returncode == 0
+    states = [row.state for row in served.ask("SELECT state FROM jobs WHERE queue = %s ORDER BY id", queue)]
+    assert states == {"jobs cancel": ["cancelled"], "jobs retry": ["ready"]}.get(command, ["ready", "ready"])

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.inprocess import connect, seen
+from tests.waiting import until_cancelled
 from worker import Handlers, Job, Retry, Snooze, enqueue
 from worker.errors import ConfigError
 from worker.testing import drain, run_job
@@ -66,7 +67,7 @@ async def test_run_job_raises_time_out_and_leaves_by_the_drain(database_url: str
     @handlers.job("long")
     async def long(job: Job[object]) -> None:
         try:
-            await asyncio.sleep(60)
+            await until_cancelled()
         finally:
             reasons.append(job.cancel_reason)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ import psycopg
 import pytest
 
 from tests.connecting import connected, database
+from tests.waiting import wait_for
 from worker.store.connection import (
     ConnectFailed,
     sqlstate,
@@ -68,13 +70,18 @@ class TlsServer:
         self._process = subprocess.Popen(
             [self._programs / "postgres", "-D", data, *options], stderr=subprocess.DEVNULL, **self._as_user()
         )
-        with contextlib.closing(self._admin()) as admin:
-            admin.execute("CREATE ROLE me LOGIN PASSWORD 'a-tls:secret'")
-            admin.execute(f"CREATE ROLE odd LOGIN PASSWORD '{ODD_PASSWORD}'")
+        try:
+            with contextlib.closing(wait_for(self._admin, 60)) as admin:
+                admin.execute("CREATE ROLE me LOGIN PASSWORD 'a-tls:secret'")
+                admin.execute(f"CREATE ROLE odd LOGIN PASSWORD '{ODD_PASSWORD}'")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
+        # SIGINT: without waiting for whoever is still connected.
+        self._process.send_signal(signal.SIGINT)
         self._process.wait(timeout=20)
 
     def dsn(self, host: str = "localhost", password: str = "a-tls%3Asecret", **options: str) -> str:
@@ -84,17 +91,13 @@ class TlsServer:
     def file(self, name: str) -> str:
         return str(self.directory / name)
 
-    def _admin(self) -> psycopg.Connection:
-        while True:
-            assert self._process.poll() is None, "the TLS server did not start"
-            with contextlib.suppress(psycopg.OperationalError):
-                return psycopg.connect(
-                    host=str(self.directory),
-                    port=self.port,
-                    user="postgres",
-                    autocommit=True,
-                    connect_timeout=5,
-                )
+    def _admin(self) -> psycopg.Connection | None:
+        """None while it still starts."""
+        if self._process.poll() is not None:
+            raise RuntimeError("the TLS server did not start")
+        with contextlib.suppress(psycopg.OperationalError):
+            return psycopg.connect(host=str(self.directory), port=self.port, user="postgres", autocommit=True, connect_timeout=5)
+        return None
 
     def _openssl(self, arguments: str) -> None:
         subprocess.run(["openssl", *arguments.split()], cwd=self.directory, check=True, capture_output=True)

@@ -1,30 +1,21 @@
-"""What handlers and processes wrote down under `worker torture`: each start, end and exit is judged by the history of its job."""
+"""What handlers wrote down under `worker torture`: each start and end is judged by the history of its job."""
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.torture_histories import KINDS, LEASE, SECOND, History, broken
 from worker.torture import notes, other_rules
 from worker.torture.breaches import Findings
-from worker.torture.checking import read_log
-from worker.torture.daemons import Asked, Life, Slot, check_exits, is_textbook, slot_of
-from worker.torture.handlers import POISON
-from worker.torture.job_rules import Claim, JobRules, Reap
+from worker.torture.daemons import is_textbook, slot_of
+from worker.torture.job_rules import Claim, JobRules
 from worker.torture.notes import Notebook
 from worker.torture.other_rules import Excuse, Run
 
-# --- what handlers wrote down
-
 OWNERS = {101: ("1", "t0-1"), 102: ("1", "t1-1")}
-
-
 FIRST = Run("1", 101, "effect", "t0-1", 1.0, 2.0)
 SECOND_RUN = Run("1", 102, "effect", "t1-1", 5.0, 6.0)
 
@@ -67,7 +58,7 @@ def test_a_handler_has_stopped_before_the_next_attempt_starts(
     noted: list[Run], died_at: dict[str, float], excuses: list[Excuse], rules: set[str]
 ) -> None:
     findings = Findings()
-    about: dict[str, Any] = {"deaf_kinds": {"deaf"}, "cancelled": {103}}
+    about: dict[str, Any] = {"deaf_kinds": {"deaf"}, "cancelled": {103}, "lease_seconds": 3.0}
     other_rules.check_stops(noted, findings, died_at=died_at, excuses=excuses, taken_at={}, **about)
     assert broken(findings) == rules
 
@@ -91,11 +82,21 @@ def test_a_handler_has_stopped_soon_after_its_job_was_taken_though_nobody_comes_
     """It was the last attempt, for example."""
     run = FIRST._replace(ended_at=ended_at)
     findings = Findings()
-    about: dict[str, Any] = {"deaf_kinds": {"deaf"}, "cancelled": {103}, "taken_at": {101: 5.0, 103: 5.0, 104: 5.0}}
-    others = [run._replace(subject="2", fence=103), run._replace(subject="3", fence=104, kind="deaf")]
-    other_rules.check_stops([run, *others], findings, died_at=died_at, excuses=excuses, **about)
+    about: dict[str, Any] = {"deaf_kinds": {"deaf"}, "cancelled": set(), "taken_at": {101: 5.0, 104: 5.0}, "lease_seconds": 3.0}
+    deaf = run._replace(subject="3", fence=104, kind="deaf")
+    other_rules.check_stops([run, deaf], findings, died_at=died_at, excuses=excuses, **about)
     assert broken(findings) == rules
     assert len(findings.breaches) == len(rules)
+
+
+@pytest.mark.parametrize(("ended_at", "rules"), [(6.5, set()), (8.9, set()), (9.5, {"told_to_stop"}), (None, {"told_to_stop"})])
+def test_a_handler_has_stopped_when_the_lease_would_have_been_over_whose_job_was_cancelled(
+    ended_at: float | None, rules: set[str]
+) -> None:
+    findings = Findings()
+    about: dict[str, Any] = {"deaf_kinds": {"deaf"}, "cancelled": {101}, "taken_at": {101: 5.0}, "lease_seconds": 3.0}
+    other_rules.check_stops([FIRST._replace(ended_at=ended_at)], findings, died_at={}, excuses=[], **about)
+    assert broken(findings) == rules
 
 
 def claims(*suspects: int) -> dict[int, Claim]:
@@ -172,130 +173,6 @@ def test_a_claim_of_more_than_there_is_room_for_is_found() -> None:
         findings = Findings()
         other_rules.check_room(taken, findings, most=lambda process: 1 if is_textbook(slot_of(process)) else 300)
         assert broken(findings) == rules
-
-
-def test_a_process_that_stops_cleanly_and_leaves_a_job_behind_is_found() -> None:
-    stopped = {"t0-1": 10 * SECOND, "t1-1": 10 * SECOND}
-    findings = Findings()
-    earlier, others = Reap("t0-1", 9 * SECOND, 0), Reap("t2-1", 90 * SECOND, 0)
-    other_rules.check_deploys(stopped, [earlier, others], findings)
-    assert broken(findings) == set()
-    assert findings.tried["deploy"] == 2
-    other_rules.check_deploys(stopped, [Reap("t0-1", 13 * SECOND, 0)], findings)
-    assert broken(findings) == {"deploy"}
-
-
-@pytest.mark.parametrize(
-    ("events", "rules"),
-    [
-        (["started", "started", "shutdown", "job_succeeded"], set()),
-        (["started", "shutdown", "started"], {"no_start_after_shutdown"}),
-    ],
-)
-def test_no_handler_starts_after_the_shutdown_has_begun(events: Iterable[str], rules: set[str]) -> None:
-    findings = Findings()
-    other_rules.check_log("t0-1", [{"event": event} for event in events], findings, started="started", shutdown="shutdown")
-    assert broken(findings) == rules
-
-
-# --- how processes ended
-
-
-class Process:
-    """One that has ended."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-
-    def poll(self) -> int:
-        return self.status
-
-
-@pytest.mark.parametrize(
-    ("asked", "status", "took_seconds", "lived_seconds", "rules"),
-    [
-        ("term", 0, 2.0, 60.0, set()),
-        ("term", 75, 2.0, 60.0, set()),
-        ("kill", -9, 0.0, 60.0, set()),
-        ("term", -15, 0.1, 1.0, set()),
-        ("term", 0, 9.0, 60.0, {"exits"}),
-        ("term", 1, 2.0, 60.0, {"exits"}),
-        ("term", -15, 0.1, 60.0, {"exits"}),
-        ("nothing", 0, 0.0, 60.0, {"exits"}),
-        ("nothing", 1, 0.0, 60.0, {"exits"}),
-        ("nothing", -9, 0.0, 60.0, {"exits"}),
-    ],
-)
-def test_a_process_that_ends_otherwise_than_asked_is_found(
-    asked: Asked, status: int, took_seconds: float, lived_seconds: float, rules: set[str], tmp_path: Path
-) -> None:
-    life = Life(
-        "t0-1",
-        cast("Any", Process(status)),
-        None,
-        started_at=100.0 - lived_seconds,
-        asked=asked,
-        asked_at=100.0,
-        ended_at=100.0 + took_seconds,
-    )
-    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
-    slot.lives.append(life)
-    findings = Findings()
-    check_exits([slot], [], findings, lease_seconds=3)
-    assert broken(findings) == rules
-
-
-def test_a_process_that_has_not_said_a_word_yet_may_end_by_the_signal(tmp_path: Path) -> None:
-    """On a busy machine it takes long to start."""
-    log = tmp_path / "log"
-    for sort, said, lived_seconds, rules in (
-        ("daemon", "", 20.0, set()),
-        ("daemon", "", 60.0, {"exits"}),
-        ("daemon", '{"event": "daemon_started"}\n', 20.0, {"exits"}),
-        ("holder", "", 20.0, {"exits"}),
-    ):
-        log.write_text(said)
-        life = Life(
-            "t0-1", cast("Any", Process(-15)), log, started_at=100.0 - lived_seconds, asked="term", asked_at=100.0, ended_at=100.1
-        )
-        slot = Slot(0, sort, environ={}, directory=tmp_path, url=str, proxy=None)
-        slot.lives.append(life)
-        findings = Findings()
-        check_exits([slot], [], findings, lease_seconds=3)
-        assert broken(findings) == rules
-
-
-def test_who_comes_too_late_to_end_a_process_does_not_hide_that_it_ended_by_itself(tmp_path: Path) -> None:
-    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
-    slot.lives.append(Life("t0-1", cast("Any", Process(1)), None))
-    assert [slot.ask(asked).asked for asked in ("kill", "term")] == ["nothing", "nothing"]
-
-
-def test_a_process_that_has_ended_by_itself_is_neither_frozen_nor_a_fault_of_the_torture(tmp_path: Path) -> None:
-    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
-    process = subprocess.Popen(["true"])
-    process.wait()
-    slot.lives.append(Life("t0-1", process, None))
-    assert not asyncio.run(slot.freeze(0))
-
-
-def test_a_job_that_kills_its_process_explains_its_end(tmp_path: Path) -> None:
-    slot = Slot(0, "daemon", environ={}, directory=tmp_path, url=str, proxy=None)
-    slot.lives.append(Life("t0-1", cast("Any", Process(-9)), None))
-    findings = Findings()
-    check_exits([slot], [FIRST._replace(kind=POISON)], findings, lease_seconds=3)
-    assert broken(findings) == set()
-
-
-def test_a_line_that_is_no_json_object_is_found_and_a_cut_one_at_the_end_is_not(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text('{"event": "a"}\n{"event": "b"}\n{"eve')
-    findings = Findings()
-    assert [entry["event"] for entry in read_log(log, "t0-1", findings)] == ["a", "b"]
-    assert broken(findings) == set()
-    log.write_text('{"event": "a"}\nTraceback\n[1]\n')
-    assert len(read_log(log, "t0-1", findings)) == 1
-    assert [breach.rule for breach in findings.breaches] == ["log_lines", "log_lines"]
 
 
 def test_what_was_noted_is_read_also_of_a_process_that_was_killed(tmp_path: Path) -> None:

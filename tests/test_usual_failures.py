@@ -240,7 +240,7 @@ async def test_processes_that_update_the_same_rows_do_not_block_each_other(datab
             async def all_done() -> bool:
                 return await run.value("SELECT count(*) FROM jobs WHERE state = 'succeeded'") == jobs
 
-            await await_for(all_done, 20)
+            await await_for(all_done, 60)
         assert await run.value("SELECT sum(n) FROM counters") == jobs
         assert await run.value("SELECT count(*) FROM job_failures") == 0
         assert await run.value("SELECT count(DISTINCT attempts) FROM jobs") == 1

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from worker.store.audit import (
-    Change,
-    EffectRow,
-    FinalRow,
-    LedgerRow,
-    Standing,
-)
+import pytest
+
+from worker.store.audit import Change, EffectRow, FinalRow, LeaseChange, LeaseStanding, LedgerRow, Standing
 from worker.torture import end_rules, other_rules
 from worker.torture.breaches import RULES, Findings
 from worker.torture.job_rules import JobRules, Kinds
@@ -140,7 +137,71 @@ class History:
         return findings
 
 
+Story = Callable[[History], None]
+"""What happens in a history."""
+Breaches = Mapping[Story, set[str]]
+"""Stories with one breach each, and exactly the rules that are found broken."""
+
+
+def judged(write: Story) -> Findings:
+    history = History()
+    write(history)
+    return history.check()
+
+
 def broken(findings: Findings) -> set[str]:
     rules = {breach.rule for breach in findings.breaches}
     assert rules <= RULES.keys()
     return rules
+
+
+def each_of(*stories: Story) -> pytest.MarkDecorator:
+    """The test is about `write`: each of these."""
+    return pytest.mark.parametrize("write", stories, ids=[story.__name__ for story in stories])
+
+
+def each_breach(table: Breaches) -> pytest.MarkDecorator:
+    """The test is about `write` and the `rules` that it breaks: each of these."""
+    return pytest.mark.parametrize(("write", "rules"), table.items(), ids=[story.__name__ for story in table])
+
+
+# --- histories that several tests begin with, or are about
+
+
+def ordinary(history: History) -> None:
+    history.add()
+    history.claim()
+    history.renew()
+    history.succeed()
+
+
+def taken_over_after_expiry(history: History) -> None:
+    history.add()
+    history.claim()
+    history.expire()
+    history.reap()
+    history.claim(owner=B)
+    history.succeed()
+
+
+def dead_of_failures(history: History) -> None:
+    history.add(most=2)
+    history.claim()
+    history.end()
+    history.claim()
+    history.end(state="dead")
+
+
+# --- named leases
+
+
+def lease(holder: str, fence: int, expires: int, released: int | None = None) -> LeaseStanding:
+    return LeaseStanding(holder, fence, expires * SECOND, None if released is None else released * SECOND)
+
+
+def lease_change(
+    seq: int, at: int, resource: str, old: LeaseStanding | None, new: LeaseStanding | None, *, by: str | None = None
+) -> LeaseChange:
+    """By its holder, if nobody else is named."""
+    moment = at * SECOND
+    return LeaseChange(seq, moment, moment - 1000, seq, by or f"{new.holder if new else 't0-1'} leases", resource, old, new)

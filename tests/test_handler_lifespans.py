@@ -1,0 +1,100 @@
+"""The lifespans of handlers: entered before the first claim, left after the last attempt, each once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.inprocess import nothing, quick, running, seen, until_the_drain
+from worker import (
+    Handlers,
+    Job,
+    Worker,
+)
+
+
+async def test_a_lifespan_is_entered_before_the_first_claim_and_left_after_the_last_attempt(database_url: str) -> None:
+    order: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def lifespan() -> AsyncIterator[dict[str, str]]:
+        order.append("enter")
+        yield {"client": "open"}
+        order.append("leave")
+
+    handlers, started = Handlers(lifespan=lifespan), asyncio.Event()
+
+    @handlers.job("use")
+    async def use(job: Job[object]) -> None:
+        order.append(f"start {job.resources}")
+        started.set()
+        await until_the_drain()
+        order.append("end")
+
+    async with seen(database_url) as run:
+        id = await run.enqueue("use")
+        async with Worker(handlers, quick(database_url)):
+            await started.wait()
+        assert (await run.row(id))["state"] == "succeeded"
+    assert order == ["enter", "start {'client': 'open'}", "end", "leave"]
+
+
+async def test_a_lifespan_that_fails_stops_the_start_and_the_others_are_left(database_url: str) -> None:
+    order: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def sound() -> AsyncIterator[None]:
+        order.append("enter")
+        try:
+            yield
+        finally:
+            order.append("leave")
+
+    @contextlib.asynccontextmanager
+    async def broken() -> AsyncIterator[None]:
+        raise OSError("no such service")
+        yield
+
+    handlers, other = Handlers(lifespan=sound), Handlers(lifespan=broken)
+    handlers.job("a")(nothing)
+    other.job("b")(nothing)
+    handlers.include(other)
+    async with seen(database_url) as run:
+        await run.enqueue("a")
+        with pytest.raises(OSError, match="no such service"):
+            async with Worker(handlers, quick(database_url)):
+                pass
+        assert await run.value("SELECT state FROM jobs") == "ready"
+        assert await run.value("SELECT count(*) FROM processes") == 0
+    assert order == ["enter", "leave"]
+
+
+async def test_included_kinds_keep_their_own_lifespan_and_the_others_get_ours(database_url: str) -> None:
+    entered: list[str] = []
+
+    def lifespan(name: str) -> Any:
+        @contextlib.asynccontextmanager
+        async def enter() -> AsyncIterator[str]:
+            entered.append(name)
+            yield name
+
+        return enter
+
+    ours, theirs, plain = Handlers(lifespan=lifespan("ours")), Handlers(lifespan=lifespan("theirs")), Handlers()
+
+    async def tell(job: Job[object]) -> object:
+        return job.resources
+
+    for handlers, kinds in ((ours, ["a", "b"]), (theirs, ["c", "d"]), (plain, ["e"])):
+        for kind in kinds:
+            handlers.job(kind)(tell)
+    ours.include(theirs)
+    ours.include(plain)
+    async with running(database_url, ours) as run:
+        results = [(await run.run(kind))["result"] for kind in "abcde"]
+    assert results == ["ours", "ours", "theirs", "theirs", "ours"]
+    assert sorted(entered) == ["ours", "theirs"], "each is entered once"
