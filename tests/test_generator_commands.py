@@ -35,8 +35,8 @@ def test_start_and_stop_work_from_any_process(fleet: Fleet) -> None:
 
 
 def test_a_stop_waits_for_a_production_in_flight(fleet: Fleet) -> None:
-    fleet.db.execute(slow_insert(2))
-    fleet.lead(WORKER_LEASE_SECONDS="6", WORKER_QUERY_TIMEOUT_SECONDS="3")
+    fleet.db.execute(slow_insert(1))
+    fleet.lead(WORKER_LEASE_SECONDS="40", WORKER_QUERY_TIMEOUT_SECONDS="15")
     wait_for(lambda: in_production(fleet))
     stopped = fleet.command("stop", "--json")
     assert stopped.returncode == 0, stopped.stderr
