@@ -15,6 +15,7 @@ from tests.lease_rows import Db, is_free, is_live, row, take
 from tests.ports import Proxy
 from tests.waiting import await_for
 from worker import Leases, lease_desk
+from worker import leases as leases_module
 from worker.errors import DatabaseUnavailable
 from worker.lease_desk import Asking, LeaseDesk
 from worker.lease_transport import DatabaseTransport
@@ -151,6 +152,17 @@ async def test_who_leaves_leases_while_a_release_has_no_answer_leaves_nothing_at
                 await task
         assert at_work(leases) == set()
         proxy.flow()
+
+
+async def test_who_has_waited_long_enough_for_a_release_does_not_wait_again_to_leave_leases(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases_module, "_RELEASE_SECONDS", 0.1)
+    async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases:
+        async with leases.hold("nightly", ttl_seconds=60):
+            proxy.go_mute()
+        async with asyncio.timeout(20):
+            await leases._in_thread(lambda desk: desk.close(60))
 
 
 async def test_who_leaves_leases_while_a_question_has_no_answer_leaves_nothing_at_work(database_url: str, db: Db) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -65,7 +66,8 @@ class LeaseDesk:
         self._is_broken = False
         self._turns = asyncio.Semaphore(transport.connections)
         self._is_closed = False
-        self._at_work: set[asyncio.Task[object]] = set()
+        self._at_work: dict[asyncio.Task[object], float] = {}
+        """Until which local moment `close` is patient with each."""
 
     async def guard(self, name: str, loop: Coroutine[object, object, None]) -> None:
         """Run one of the two loops. A bug in it must leave nobody trusting a lease that is not watched any more."""
@@ -199,9 +201,10 @@ class LeaseDesk:
 
     # --- giving back
 
-    async def give_back(self, held: HeldName) -> None:
-        """Release, again and again until there is an answer or the lease has expired. Raises nothing."""
-        self._begin()
+    async def give_back(self, held: HeldName, *, awaited_seconds: float = math.inf) -> None:
+        """Release, again and again until there is an answer or the lease has expired. Raises nothing. Somebody waits for it for so
+        long; whom that has not helped, a longer wait in `close` would not help either."""
+        self._begin(local_seconds() + awaited_seconds)
         self.names.remove(held)
         if held.lost == "lease_lost":
             return
@@ -250,24 +253,26 @@ class LeaseDesk:
             work.close()
             return
         task: asyncio.Task[object] = asyncio.get_running_loop().create_task(work, name="lease desk")
-        self._keep(task)
+        self._keep(task, math.inf)
 
-    def _begin(self) -> asyncio.Task[object]:
+    def _begin(self, patient_until: float = math.inf) -> asyncio.Task[object]:
         """The running task, for which `close` waits from now on."""
         task = asyncio.current_task()
         assert task is not None
-        self._keep(task)
+        self._keep(task, patient_until)
         return task
 
-    def _keep(self, task: asyncio.Task[object]) -> None:
-        self._at_work.add(task)
-        task.add_done_callback(self._at_work.discard)
+    def _keep(self, task: asyncio.Task[object], patient_until: float) -> None:
+        self._at_work[task] = patient_until
+        task.add_done_callback(lambda ended: self._at_work.pop(ended, None))
 
     async def close(self, limit_seconds: float) -> None:
         """Whoever still holds a lease is told that nobody renews it any more; what is being given back has so much time."""
         self._is_broken = True
         self._lose_all()
-        await self.ended(limit_seconds)  # who asks looks up at least every half second
+        limit = local_seconds() + limit_seconds
+        while patient := {one: min(until, limit) for one, until in self._at_work.items() if min(until, limit) > local_seconds()}:
+            await asyncio.wait(patient, timeout=min(patient.values()) - local_seconds())  # who asks looks up every half second
         self._is_closed = True
         for task in self._at_work:
             task.cancel()

@@ -226,11 +226,12 @@ class Hold:
 
     async def _give_back(self, right: HeldName) -> None:
         """Release, and wait for it a while; after that, and when this task is cancelled, the thread goes on alone."""
+        limit_seconds = _RELEASE_SECONDS if right.lost is None else _LOST_RELEASE_SECONDS
         try:
-            answer = self._leases._in_thread(lambda desk: desk.give_back(right))
+            answer = self._leases._in_thread(lambda desk: desk.give_back(right, awaited_seconds=limit_seconds))
         except RuntimeError:  # Leases has been left meanwhile: it expires
             return
-        await asyncio.wait({answer}, timeout=_RELEASE_SECONDS if right.lost is None else _LOST_RELEASE_SECONDS)
+        await asyncio.wait({answer}, timeout=limit_seconds)
         if answer.done() and not answer.cancelled():  # it is cancelled when Leases is being left meanwhile
             answer.result()
 
