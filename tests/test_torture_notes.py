@@ -51,14 +51,16 @@ def test_a_handler_starts_once_under_a_claim_of_its_process(noted: list[Run], ru
         ([FIRST._replace(ended_at=5.5), SECOND_RUN], {}, [Excuse("t1-1", 2.0, 5.4)], {"told_to_stop"}),
         ([FIRST._replace(ended_at=5.5), SECOND_RUN], {}, [Excuse("t0-1", 0.0, 0.9)], {"told_to_stop"}),
         ([FIRST._replace(ended_at=5.5, kind="deaf"), SECOND_RUN], {}, [], set()),
-        ([FIRST._replace(ended_at=5.5, fence=103), SECOND_RUN], {}, [], set()),
+        ([FIRST._replace(ended_at=5.5, fence=100), SECOND_RUN], {}, [], set()),
+        ([FIRST._replace(started_at=5.2, ended_at=5.8), SECOND_RUN], {}, [], {"told_to_stop"}),
+        ([FIRST._replace(started_at=5.2, ended_at=5.8, fence=100), SECOND_RUN], {}, [], set()),
     ],
 )
 def test_a_handler_has_stopped_before_the_next_attempt_starts(
     noted: list[Run], died_at: dict[str, float], excuses: list[Excuse], rules: set[str]
 ) -> None:
     findings = Findings()
-    about: dict[str, Any] = {"deaf_kinds": {"deaf"}, "cancelled": {103}, "lease_seconds": 3.0}
+    about: dict[str, Any] = {"deaf_kinds": {"deaf"}, "cancelled": {100}, "lease_seconds": 3.0}
     other_rules.check_stops(noted, findings, died_at=died_at, excuses=excuses, taken_at={}, **about)
     assert broken(findings) == rules
 

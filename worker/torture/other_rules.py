@@ -246,7 +246,7 @@ def check_stops(
         return excused or (bool(ends) and min(ends) <= by + _TELLING_SECONDS)
 
     for attempts in by_subject.values():
-        attempts.sort(key=lambda run: run.started_at)
+        attempts.sort(key=lambda run: run.fence)  # not by their starts: an old one may start behind a new one
         for run, following in itertools.zip_longest(attempts, attempts[1:]):
             if run.kind in deaf_kinds:
                 continue

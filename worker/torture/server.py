@@ -48,7 +48,7 @@ class OwnServer:
 
 
 @contextlib.contextmanager
-def own_server(data_dir: Path | None) -> Iterator[OwnServer]:
+def own_server(data_dir: Path | None = None) -> Iterator[OwnServer]:
     """A server for the block, with new data in this directory, empty or not there yet, or in a temporary one. It ends with the
     block, or with the process; the directory goes with the block. Raises ClusterError."""
     if data_dir is None:
