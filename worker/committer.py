@@ -104,7 +104,7 @@ class Committer:
 
     def _tell_failed(self, job: Job[object], error: BaseException, will_retry: bool) -> None:
         assert self._on_failed is not None
-        self._work_loop.call_soon_threadsafe(self._on_failed, job, error, will_retry)
+        self._call_in_work_loop(self._on_failed, job, error, will_retry)
 
     # --- from the loop of the handlers
 
@@ -213,7 +213,12 @@ class Committer:
     def _offer_room(self) -> None:
         if self._is_awaited and not self.is_full:
             self._is_awaited = False
-            self._work_loop.call_soon_threadsafe(self._on_room)
+            self._call_in_work_loop(self._on_room)
+
+    def _call_in_work_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        """Once that loop has ended nobody is left to be told; what has finished is written all the same."""
+        with contextlib.suppress(RuntimeError):
+            self._work_loop.call_soon_threadsafe(function, *arguments)
 
     async def _wait_for_more(self) -> None:
         seconds = None

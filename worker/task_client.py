@@ -114,23 +114,27 @@ class TaskClient(TaskCalls):
             try:
                 await asyncio.wait({working})
             except asyncio.CancelledError:
-                working.cancel()
-                await asyncio.wait({working})
-                keeping.cancel()
-                # Limited: the cancellation goes on when it is told, or could not be.
-                with contextlib.suppress(LeaseLost, ConfigError, ConnectionError, TimeoutError, ValueError):
-                    await asyncio.wait_for(self.release(task), self._calls.timeout_seconds)
+                if working.cancel():
+                    await asyncio.wait({working})
+                    keeping.cancel()
+                    await self._in_time(self.release(task))
+                else:  # it has ended in the same moment
+                    await self._in_time(self._finish(task, working))
                 raise
             telling = asyncio.create_task(self._finish(task, working), name=f"end of task {task.id}")
             try:
                 return await asyncio.shield(telling)
             except asyncio.CancelledError:
-                with contextlib.suppress(ConfigError, TimeoutError, ValueError):
-                    await asyncio.wait_for(telling, self._calls.timeout_seconds)
+                await self._in_time(telling)
                 raise
         finally:
             keeping.cancel()
             working.cancel()
+
+    async def _in_time(self, telling: Awaitable[object]) -> None:
+        """Limited: a cancellation goes on when this has been told, or could not be."""
+        with contextlib.suppress(LeaseLost, ConfigError, ConnectionError, TimeoutError, ValueError):
+            await asyncio.wait_for(telling, self._calls.timeout_seconds)
 
     async def _finish(self, task: RemoteTask, working: asyncio.Task[object]) -> Ended:
         """Tell how the handler ended. Its lease is kept meanwhile, and it is told again until there is an answer, or too much time
