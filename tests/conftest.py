@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import shutil
 import signal
 import socket
+import sys
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import asyncpg
 import psycopg
@@ -21,10 +25,12 @@ from psycopg.rows import namedtuple_row
 import tests.fuzzing  # noqa: F401  (the profile of every test with generated input)
 from tests.generators import Fleet
 from tests.lease_rows import Db
-from tests.processes import Daemon, daemons
+from tests.pooled_workplace import PooledWorkplace, pooled_by
+from tests.processes import ROOT, Daemon, daemons
 from tests.servers import PrivateCluster, Server, private_clusters, session_server
 from tests.serving import Served, serving
 from tests.slots import Instance
+from tests.waiting import wait_for
 from tests.workplace import Workplace
 from worker import Leases
 from worker.cluster import start_or_adopt
@@ -167,6 +173,14 @@ def private_workplace(
 
 
 @pytest.fixture
+def pooled(server: Server, database_url: str, daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[PooledWorkplace]:
+    """A fresh database, and daemons that go to it through a PgBouncer of their own."""
+    place = PooledWorkplace(database_url, tmp_path, daemon)
+    with contextlib.closing(place), pooled_by(place, server.dsn):
+        yield place
+
+
+@pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """`serve(database_url, …)`: a real `worker serve` process, killed after the test."""
     with serving(tmp_path) as start:
@@ -181,6 +195,20 @@ def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture
+def no_thread_is_left_behind() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    wait_for(lambda: set(threading.enumerate()) <= before)
+
+
+@pytest.fixture
+def patient(private_cluster: Callable[..., PrivateCluster], serve: Callable[..., Served]) -> Served:
+    """A server that waits long for its statements, on a database server of its own, whose processes may be frozen."""
+    long = {"WORKER_LEASE_SECONDS": "60", "WORKER_CLAIM_TIMEOUT_SECONDS": "20", "WORKER_QUERY_TIMEOUT_SECONDS": "20"}
+    return serve(private_cluster().dsn, **long)
+
+
+@pytest.fixture
 def queue() -> str:
     """The name of a queue that no other test uses."""
     return f"queue-{uuid.uuid4().hex[:12]}"
@@ -190,6 +218,16 @@ def queue() -> str:
 def name() -> str:
     """The name of a lease that no other test uses."""
     return f"name-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a module of examples/ as if one stood in that directory."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    yield importlib.import_module
+    for name in list(sys.modules):
+        if name in ("app", "monolith") or name.startswith("app."):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ def read_blocks() -> list[Block]:
 BLOCKS = read_blocks()
 PROSE = re.sub(r"^ *```\w+\n.*?^ *```$", "", README, flags=re.MULTILINE | re.DOTALL)
 FLOWING = " ".join(PROSE.split())
+SENT = "CREATE TABLE sent (key text PRIMARY KEY, body text NOT NULL)"
+"""The table that the README's example writes to."""
 
 
 def block(language: str, containing: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import psycopg
+import pytest
 
 from tests.waiting import wait_for
 from worker.server_programs import server_account
@@ -26,7 +27,7 @@ def program() -> str | None:
     return shutil.which("pgbouncer") or shutil.which("/usr/sbin/pgbouncer")
 
 
-LACKING = None if program() else "PgBouncer is not installed (Debian: apt-get install pgbouncer)"
+needs_pgbouncer = pytest.mark.skipif(program() is None, reason="PgBouncer is not installed (Debian: apt-get install pgbouncer)")
 
 
 class PgBouncer:
