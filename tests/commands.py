@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -9,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,24 @@ def worker(
     return subprocess.CompletedProcess(
         result.args, result.returncode, result.stdout.decode(errors="surrogateescape"), result.stderr.decode()
     )
+
+
+@contextlib.contextmanager
+def worker_under_way(*arguments: str, directory: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """`python -m worker …` with pipes for its output; killed at the end of the block if it still runs then."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "worker", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(directory, **variables),
+        cwd=directory,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def worker_at_a_terminal(*arguments: str, directory: Path, timeout_seconds: float = 60, **variables: str) -> tuple[int, str]:

@@ -90,6 +90,12 @@ def execute(dsn: str, statement: str, *names: str) -> None:
         connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
 
+def schemas_like(url: str, prefix: str) -> list[str]:
+    """The schemas whose names begin so."""
+    with psycopg.connect(url) as connection:
+        return [row[0] for row in connection.execute("SELECT nspname FROM pg_namespace WHERE nspname ^@ %s", [prefix])]
+
+
 def with_database(dsn: str, name: str) -> str:
     """The same server and role, another database."""
     if "://" in dsn:

@@ -7,15 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
-from tests.commands import worker
-from tests.processes import environment
+from tests.commands import worker, worker_under_way
 from tests.roles import role, url_as
 from tests.servers import Server
 from tests.small_bench import SMALL, samples, schemas
@@ -35,22 +32,9 @@ def lives(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-@contextlib.contextmanager
-def bench(url: str, directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def bench(url: str, directory: Path, *arguments: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """`worker bench --json` under way."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "worker", "bench", "--json", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(directory, DATABASE_URL=url),
-        cwd=directory,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return worker_under_way("bench", "--json", *arguments, directory=directory, DATABASE_URL=url)
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from tests.processes import ROOT, environment
+from tests.commands import worker_under_way
+from tests.processes import ROOT
 from tests.roles import role, url_as
-from tests.servers import Server, execute
+from tests.servers import Server, execute, schemas_like
 from tests.waiting import await_for, wait_for
 from worker.torture.plan import FAULTS, plan
 from worker.torture.proxy import Loss, Proxy
@@ -29,26 +29,12 @@ SHORT = ("--minutes", "0.05", "--processes", "2", "--lease", "2")
 
 
 def schemas(url: str) -> list[str]:
-    with psycopg.connect(url) as connection:
-        return [row[0] for row in connection.execute("SELECT nspname FROM pg_namespace WHERE nspname ^@ 'worker_torture_'")]
+    return schemas_like(url, "worker_torture_")
 
 
-@contextlib.contextmanager
-def started(directory: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(directory: Path, *arguments: str, **variables: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """`worker torture --json` under way."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "worker", "torture", "--json", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(directory, **variables),
-        cwd=directory,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return worker_under_way("torture", "--json", *arguments, directory=directory, **variables)
 
 
 def torture(directory: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, Any], str]:
