@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import typer
+import yaml
 from typer.core import TyperGroup
 
 from tests.processes import ROOT
@@ -201,7 +202,6 @@ def test_the_example_environment_is_a_valid_configuration() -> None:
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not in this environment")
     document: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
     return document
 
