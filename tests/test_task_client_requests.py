@@ -169,6 +169,20 @@ async def test_what_is_too_large_for_somebody_on_the_way_is_refused_and_not_trie
                 await tasks.enqueue("k", "x")
 
 
+@pytest.mark.parametrize("proxy", ["ftp://me:sesame@proxy.example", "socks5://me:sesame@proxy.example:1080"])
+async def test_a_proxy_that_cannot_be_used_is_a_matter_of_configuration_each_time(
+    monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    async with TaskClient("http://server.example", timeout_seconds=0.5) as tasks:
+        for _ in range(20):  # more often than it has connections
+            with pytest.raises(ConfigError, match=r"server\.example:80: .* (proxy|SOCKS)") as refused:
+                await tasks.enqueue("k", "x")
+            assert "sesame" not in str(refused.value)
+
+
 async def test_an_answer_that_comes_drop_by_drop_is_none() -> None:
     """Each piece comes in time, all of them never would."""
     with answering(200, b" " * 1_000, pause_seconds=0.1) as url:

@@ -17,7 +17,7 @@ import httpx
 
 from worker.domain_json import decode_json, encode_json
 from worker.errors import ConfigError
-from worker.masking import remember
+from worker.masking import remember, safe_text
 from worker.store.trouble import ConnectFailed
 
 _BEARER = re.compile(r"[A-Za-z0-9._~+/=-]+")
@@ -118,16 +118,21 @@ class HttpCalls:
         except TimeoutError:
             raise ConnectFailed(f"{self.where}: all connections are in use", sqlstate=None, refused=False) from None
         try:
-            if not self._free:
-                self._free.append(self._make_client())
-                self._clients += self._free
-            client = self._free.pop()
+            client = self._free.pop() if self._free else self._new_client()
             try:
                 yield client
             finally:
                 self._free.append(client)
         finally:
             self._turns.release()
+
+    def _new_client(self) -> httpx.AsyncClient:
+        try:
+            client = self._make_client()
+        except (ValueError, ImportError, httpx.InvalidURL) as error:  # it reads the variables that name proxies
+            raise ConfigError(f"{self.where}: {safe_text(error)}") from None
+        self._clients.append(client)
+        return client
 
     async def close(self) -> None:
         for client in self._clients:
