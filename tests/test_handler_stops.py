@@ -7,17 +7,14 @@ import contextlib
 import contextvars
 import functools
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from tests.inprocess import APPLIED, APPLY, TABLE, claim_ahead, deaf_until, expire, running
+from tests.inprocess import APPLIED, APPLY, TABLE, claim_ahead, deaf_until, expire, quick, running, seen
 from tests.waiting import await_for, await_while, until_cancelled, wait_for
-from worker import (
-    Handlers,
-    Job,
-    LeaseLost,
-    events,
-)
+from worker import Handlers, Job, LeaseLost, Worker, attempt, events
 
 # --- time-outs
 
@@ -290,3 +287,38 @@ async def test_a_handler_is_told_when_another_process_has_taken_its_job(database
         await expire(run, id)
         await run.said(events.JOB_ABANDONED, job_id=id, reason="lease_lost")
     assert reasons == ["lease_lost"]
+
+
+async def test_a_thread_that_gets_going_late_starts_no_handler_behind_the_begin_of_a_shutdown(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an hour of torture found one, on a loaded machine."""
+    handlers, ran = Handlers(), []
+    is_late, may_go = threading.Event(), threading.Event()
+
+    class LateThread:
+        def run(self, function: Callable[..., object], *arguments: object) -> object:
+            is_late.set()
+            assert may_go.wait(60)
+            return function(*arguments)
+
+    @handlers.job("plain")
+    def plain(job: Job[object]) -> None:
+        ran.append(job.id)
+
+    monkeypatch.setattr(attempt, "contextvars", SimpleNamespace(copy_context=LateThread))
+    async with seen(database_url) as run:
+        async with Worker(handlers, quick(database_url)) as worker, asyncio.TaskGroup() as group:
+            id = await run.enqueue("plain")
+            await await_for(is_late.is_set)
+
+            async def go_once_it_stops() -> None:
+                await await_for(lambda: worker.is_stopping)
+                may_go.set()
+
+            group.create_task(go_once_it_stops())
+            worker.request_stop("test")
+        row = await run.row(id)
+        assert (row["state"], row["attempts"]) == ("ready", 0)
+        assert [event["reason"] for event in run.log.find(events.JOB_RELEASED, job_id=id)] == ["not_started"]
+    assert ran == []

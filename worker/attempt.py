@@ -107,14 +107,10 @@ class Attempt:
 
     async def _outcome(self) -> Outcome:
         held, kind = self.held, self._kind
-        if held.lost is not None:
-            return Abandoned(reason=held.lost)
+        if (refused := self._refused()) is not None:
+            return refused
         surroundings = self._pool.surroundings
-        if not surroundings.may_start():
-            return Released(reason="not_started")
         now = local_seconds()
-        if now >= held.trusted_until:
-            return Abandoned(reason="lease_untrusted")
         # Before the payload is read: `on_failure` is told of an unreadable one as well.
         job: Job[object] = Job(held, self._resources, surroundings, self._deadline, in_thread=not kind.is_async)
         self.job = job
@@ -135,7 +131,9 @@ class Attempt:
             else:
                 context = contextvars.copy_context()
                 executor = self._pool.executor
-                value, raised = await self._pool.loop.run_in_executor(executor, context.run, _in_thread, kind, job)
+                refused, value, raised = await self._pool.loop.run_in_executor(executor, context.run, self._in_thread, job)
+                if refused is not None:
+                    return refused
                 if raised is not None:
                     return self._raised(job, raised)
             return self._returned(job, value)
@@ -143,6 +141,26 @@ class Attempt:
             # The edge of the user's code. A cancellation ends here because this task is the attempt, and whoever cancels it
             # (only this class does) wants an outcome; SystemExit and KeyboardInterrupt are that job's failure.
             return self._raised(job, error)
+
+    def _refused(self) -> Abandoned | Released | None:
+        """Why this handler must not start now, if so."""
+        if self.held.lost is not None:
+            return Abandoned(reason=self.held.lost)
+        if not self._pool.surroundings.may_start():
+            return Released(reason="not_started")
+        if local_seconds() >= self.held.trusted_until:
+            return Abandoned(reason="lease_untrusted")
+        return None
+
+    def _in_thread(self, job: Job[object]) -> tuple[Abandoned | Released | None, object, BaseException | None]:
+        """Call a plain `def` handler, unless that must not be any more: a thread may have taken a while to get going. Its exception
+        comes back as a value: a future cannot carry every one (StopIteration)."""
+        if (refused := self._refused()) is not None:
+            return refused, None, None
+        try:
+            return None, self._kind.function(job), None
+        except BaseException as error:
+            return None, None, error
 
     def _returned(self, job: Job[object], value: object) -> Outcome:
         if job._committed:
@@ -283,14 +301,6 @@ class Attempt:
         if self.held.phase is Phase.OWN_TRANSACTION:
             until = min(until, now + 1.0)  # the trust alone counts again if that transaction rolls back
         self._timer = self._pool.loop.call_later(until - now + _EARLY_SECONDS, self.watch)
-
-
-def _in_thread(kind: Kind[object], job: Job[object]) -> tuple[object, BaseException | None]:
-    """Call a plain `def` handler. Its exception comes back as a value: a future cannot carry every one (StopIteration)."""
-    try:
-        return kind.function(job), None
-    except BaseException as error:
-        return None, error
 
 
 def _is_delay(seconds: object) -> bool:
