@@ -163,8 +163,8 @@ def test_an_environment_that_was_moved_or_lost_its_interpreter_is_made_anew(
 def test_the_makefile_only_calls_the_script() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not on this machine")
-    # Not as a child of the make that runs these tests: it would speak of the directories it enters.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    # Not as a child of the make that runs these tests: it would speak of the directories it enters, and hand on its ARGS.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "ARGS"}
     for target in ("run", "test", "lint"):
         command = ["make", "-n", target]
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=20, check=True)
