@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -24,6 +26,8 @@ from worker.effect_sql import must_be_alone
         "INSERT INTO a VALUES (1) ; -- done\n /* really */ ",
         "INSERT INTO a VALUES ('; COMMIT; SELECT')",
         "INSERT INTO a VALUES (E'it\\'s; COMMIT')",
+        "INSERT INTO a VALUES (E'x' -- it goes on\n\t -- and on\r 'it\\'s; COMMIT' \n '; COMMIT')",
+        "INSERT INTO a VALUES ('x'\n'b\\', '; COMMIT')",
         "INSERT INTO a VALUES ($$; COMMIT $$)",
         "INSERT INTO a VALUES ($q$; COMMIT $$ $q$)",
         'INSERT INTO "a;b" VALUES ($1)',
@@ -85,6 +89,9 @@ def test_everything_else_is_refused_at_the_call(sql: str) -> None:
         "INSERT INTO a VALUES (1 AS \u20ac$$); COMMIT --$$",
         "INSERT INTO a VALUES (1) \u00a0$$; COMMIT --$$",
         "INSERT INTO a VALUES ($\u00b2$; $\u00b2$); COMMIT",
+        "INSERT INTO a VALUES (E'x'\n'b\\' , '); COMMIT; DELETE FROM a --')",
+        "INSERT INTO a VALUES (E'x' -- it goes on\r\n 'b\\' , '); COMMIT; DELETE FROM a --')",
+        "INSERT INTO a VALUES (E'x' 'b\\'); COMMIT; DELETE FROM a --')",
     ],
 )
 def test_a_second_statement_is_refused(sql: str) -> None:
@@ -117,6 +124,10 @@ def test_no_quoting_hides_a_commit_behind_a_separator(pieces: list[str]) -> None
     assert "COMMIT" not in _after_a_separator(sql)
 
 
+# What may stand between two parts of one text, as far as the pieces above can tell.
+_GOES_ON = re.compile(r"[ ]*(?:--[^\n]*)?\n(?:[ \n]|--[^\n]*\n)*'")
+
+
 def _after_a_separator(sql: str) -> str:
     at, ended, rest = 0, False, ""
     while at < len(sql):
@@ -136,6 +147,8 @@ def _after_a_separator(sql: str) -> str:
             at += 1
             while at < len(sql) and sql[at] != character:
                 at += 2 if escapes and sql[at] == "\\" else 1
+                if escapes and sql[at : at + 1] == "'" and (more := _GOES_ON.match(sql, at + 1)):
+                    at = more.end()
         elif character == "$" and not (sql[at - 1].isalnum() or sql[at - 1] in "_$"):
             mark = sql[at : sql.find("$", at + 1) + 1]
             if mark == "$$" or mark[1:-1].isidentifier():

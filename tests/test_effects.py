@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import Counter
+from datetime import UTC, datetime, timedelta, tzinfo
 from urllib.parse import urlsplit
 
+import asyncpg
 import pytest
 
 from tests.effect_rows import APPLY, TABLE, enqueue_many
@@ -12,6 +16,7 @@ from tests.inprocess import SHAPES, quick, running, seen
 from tests.servers import Server
 from tests.waiting import await_for
 from worker import Handlers, Job, Worker, events
+from worker.store import effects
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,51 @@ async def test_one_guilty_of_101_fails_alone_and_the_other_100_are_applied(
         assert await run.value("SELECT count(DISTINCT key) FROM applied WHERE key LIKE 'job-%'") == 100
         assert await run.value("SELECT count(*) FROM applied") == 100
         assert await run.value("SELECT count(*) FROM job_effects") == 100
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+@pytest.mark.parametrize("columns", ["at, key", "key, at"], ids=["compared", "sent"])
+@pytest.mark.parametrize("jobs", [1, 20])
+async def test_an_argument_whose_own_code_raises_anything_is_that_jobs_failure(
+    database_url: str, jobs: int, columns: str, raised: type[BaseException]
+) -> None:
+    """It is compared and sent where leases are renewed: one such loop ended would be all of them."""
+    handlers, all_in = Handlers(), asyncio.Barrier(jobs)
+
+    class Zone(tzinfo):
+        def utcoffset(self, moment: datetime | None) -> timedelta:
+            if threading.current_thread().name == "rights":
+                raise raised("of its own making")
+            return timedelta(0)
+
+    @handlers.job("write")
+    async def write(job: Job[int]) -> None:
+        await all_in.wait()
+        moment = datetime(2026, 1, 1, tzinfo=Zone() if job.payload == 1 else UTC)
+        arguments = (moment, job.key) if columns == "at, key" else (job.key, moment)
+        job.effect(f"INSERT INTO moments ({columns}) VALUES ($1, $2)", *arguments)
+
+    async with seen(database_url) as run:
+        await run.connection.execute("CREATE TABLE moments (at timestamptz, key text)")
+        await enqueue_many(run, "write", jobs)
+        async with Worker(handlers, quick(database_url, workers=jobs)) as worker:
+            assert await run.all_ended() == Counter(dead=1, succeeded=jobs - 1)
+            assert not worker.is_stopping
+            all_in = asyncio.Barrier(1)
+            assert (await run.run("write", 2))["state"] == "succeeded"
+        assert worker.status == 0
+        assert f"an argument cannot be sent: {raised.__name__}" in await run.value(
+            "SELECT last_error FROM jobs WHERE state = 'dead'"
+        )
+
+
+async def test_the_server_itself_refuses_a_second_statement_in_an_effect(database_url: str) -> None:
+    """Should a text ever be read in another way than the server does: the neighbours' fence must not be committed by it."""
+    async with seen(database_url) as run:
+        await run.connection.execute("CREATE TABLE a (n int)")
+        with pytest.raises(asyncpg.PostgresSyntaxError):
+            await effects.apply(run.connection, "INSERT INTO a VALUES (1); COMMIT", ())
+        assert await run.value("SELECT count(*) FROM a") == 0
 
 
 async def test_finished_jobs_share_transactions_and_the_textbook_shape_gives_each_its_own(database_url: str) -> None:

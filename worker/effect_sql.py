@@ -12,13 +12,16 @@ from functools import lru_cache
 _WRITES = frozenset({"INSERT", "UPDATE", "DELETE", "MERGE"})
 # Functions that leave something in the session, wherever in the text they are named: in doubt alone, which is only slower.
 _SESSION_FUNCTIONS = re.compile(r"set_config|pg_(try_)?advisory_(un)?lock", re.IGNORECASE)
+# An E'…' goes on behind a quote that follows after a line break, and so does what its backslashes mean.
+_ESCAPED = r"'(?:[^'\\]|\\.|'')*'"
+_GOES_ON = r"(?:[ \t\f\v]|--[^\n\r]*+)*+[\n\r](?:[ \t\n\r\f\v]|--[^\n\r]*+[\n\r])*+"
 # As the server's own scanner reads it: six characters are space, a comment ends at \r too, and every character outside ASCII may be
 # part of a name (so that `é$$` is one, and begins no quoted text).
 _TOKEN = re.compile(
-    r"""
+    rf"""
       (?P<skip>  [ \t\n\r\f\v]+ | --[^\n\r]* )
     | (?P<block> /\* )
-    | (?P<text>  [eE]'(?:[^'\\]|\\.|'')*' | '(?:[^']|'')*' | "(?:[^"]|"")*" )
+    | (?P<text>  [eE]{_ESCAPED}(?:{_GOES_ON}{_ESCAPED})* | '(?:[^']|'')*' | "(?:[^"]|"")*" )
     | (?P<dollar> \$(?:[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_\x80-\U0010ffff]*)?\$ )
     | (?P<word>  [A-Za-z_\x80-\U0010ffff][A-Za-z0-9_$\x80-\U0010ffff]* )
     | (?P<other> . )

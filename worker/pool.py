@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from worker import events, logs
 from worker.attempt import Attempt
+from worker.cancellation import is_cancelled
 from worker.clock import local_seconds
 from worker.domain import UNKNOWN_KIND_DELAY_SECONDS, Abandoned, Outcome, Released
 from worker.holding import Held, Phase
@@ -227,8 +228,7 @@ class Pool:
                 async with asyncio.timeout(_FAILURE_HOOK_SECONDS):
                     await hook(job, error, will_retry)
             except BaseException as trouble:  # SystemExit as well would end more than the hook
-                task = asyncio.current_task()
-                if isinstance(trouble, asyncio.CancelledError) and task is not None and task.cancelling():
+                if isinstance(trouble, asyncio.CancelledError) and is_cancelled():
                     raise
                 logs.emit(events.INTERNAL_ERROR, where="on_failure", exception=trouble)
 

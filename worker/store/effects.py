@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import asyncpg
 
+from worker.cancellation import is_cancelled
 from worker.domain import Effect
 from worker.store.trouble import DATABASE_ERRORS
 
@@ -18,9 +20,9 @@ _HEAD_CHARACTERS = 60
 
 
 async def apply(connection: Connection, sql: str, arguments: Sequence[object]) -> None:
-    """One effect of one job."""
+    """One effect of one job. `execute` would send a text without arguments such that the server runs several statements in it."""
     with _arguments_of_the_user():
-        await connection.execute(sql, *arguments)
+        await connection.fetch(sql, *arguments)
 
 
 async def apply_many(connection: Connection, sql: str, rows: Sequence[Sequence[object]]) -> None:
@@ -28,7 +30,7 @@ async def apply_many(connection: Connection, sql: str, rows: Sequence[Sequence[o
     with _arguments_of_the_user():
         try:
             ordered = sorted(rows)  # type: ignore[type-var]  # what cannot be compared is sorted by its text
-        except Exception:
+        except BaseException:  # nothing here waits: whatever it is, a method of theirs has raised it
             ordered = sorted(rows, key=repr)
         await connection.executemany(sql, ordered)
 
@@ -40,7 +42,9 @@ def _arguments_of_the_user() -> Iterator[None]:
         yield
     except DATABASE_ERRORS:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and is_cancelled()):
+            raise
         raise asyncpg.DataError(f"an argument cannot be sent: {type(error).__name__}") from error
 
 
