@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.inprocess import nothing, quick, running, seen, until_the_drain
+from tests.waiting import until_cancelled
 from worker import (
     Handlers,
     Job,
@@ -98,3 +99,56 @@ async def test_included_kinds_keep_their_own_lifespan_and_the_others_get_ours(da
         results = [(await run.run(kind))["result"] for kind in "abcde"]
     assert results == ["ours", "ours", "theirs", "theirs", "ours"]
     assert sorted(entered) == ["ours", "theirs"], "each is entered once"
+
+
+async def test_a_start_that_is_cancelled_cancels_what_is_being_entered_and_leaves_the_rest(database_url: str) -> None:
+    order: list[str] = []
+    entering = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def quick_one() -> AsyncIterator[None]:
+        order.append("enter")
+        yield
+        order.append("leave")
+
+    @contextlib.asynccontextmanager
+    async def slow_one() -> AsyncIterator[None]:
+        entering.set()
+        try:
+            await until_cancelled()
+            yield
+        finally:
+            order.append("tidy")
+
+    @contextlib.asynccontextmanager
+    async def never() -> AsyncIterator[None]:
+        order.append("never")
+        yield
+
+    handlers = Handlers(lifespan=quick_one)
+    handlers.job("a")(nothing)
+    for kind, lifespan in (("b", slow_one), ("c", never)):
+        other = Handlers(lifespan=lifespan)
+        other.job(kind)(nothing)
+        handlers.include(other)
+    starting = asyncio.create_task(Worker(handlers, quick(database_url)).start())
+    await entering.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(10):
+            await starting
+    assert order == ["enter", "tidy", "leave"]
+
+
+async def test_a_time_out_of_a_lifespans_own_is_raised(database_url: str) -> None:
+    @contextlib.asynccontextmanager
+    async def impatient() -> AsyncIterator[None]:
+        async with asyncio.timeout(0):
+            await until_cancelled()
+        yield
+
+    handlers = Handlers(lifespan=impatient)
+    handlers.job("a")(nothing)
+    with pytest.raises(TimeoutError):
+        async with Worker(handlers, quick(database_url)):
+            pass

@@ -20,6 +20,24 @@ pathlib.Path("importing").touch()
 block_loop(60)
 """
 
+SLOW_TO_OPEN = """
+import asyncio, contextlib, pathlib
+from tests.handlers_for_tests import handlers as others
+from worker import Handlers
+
+@contextlib.asynccontextmanager
+async def lifespan():
+    pathlib.Path("opening").touch()
+    try:
+        await asyncio.Event().wait()
+        yield
+    finally:
+        pathlib.Path("tidied").touch()
+
+handlers = Handlers(lifespan=lifespan)
+handlers.include(others)
+"""
+
 CATCHES_EVERYTHING = """
 try:
     import slow_to_import
@@ -83,3 +101,15 @@ def test_a_stop_while_a_host_does_not_answer_is_clean(workplace: Workplace) -> N
             status, seconds = stopped(daemon)
     assert status == 0
     assert seconds < SLACK_SECONDS
+
+
+def test_a_stop_while_the_handlers_open_what_they_need_is_clean(workplace: Workplace) -> None:
+    """A broker that is away, a model that is large: nothing is held yet, so nothing is waited for."""
+    (workplace.directory / "slow_to_open.py").write_text(SLOW_TO_OPEN)
+    daemon = workplace.daemon(WORKER_HANDLERS="slow_to_open:handlers", ready=False)
+    wait_for((workplace.directory / "opening").exists)
+    status, seconds = stopped(daemon)
+    assert status == 0
+    assert seconds < SLACK_SECONDS
+    assert (workplace.directory / "tidied").exists()
+    assert daemon.find("internal_error") == []

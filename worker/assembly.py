@@ -102,7 +102,7 @@ def assemble(
     is_stopping: Callable[[], bool],
     on_beat: Callable[[], None],
     on_alive: Callable[[], None],
-    on_bug: Callable[[str, Exception], None],
+    on_bug: Callable[[str, BaseException], None],
 ) -> Parts:
     """Make the parts. Call it in the loop of the handlers."""
     lease = Lease(of.lease_seconds, of.lease_margin_seconds)

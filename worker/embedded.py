@@ -19,11 +19,13 @@ from typing import Self
 from worker import events, logs
 from worker.assembly import Parts, assemble
 from worker.builtin import Chaos, builtin_handlers
+from worker.cancellation import is_cancelled
 from worker.claimer import Claimer
 from worker.clock import local_seconds
 from worker.drain import Drain, close_quietly, name_what_is_left, release_behind
 from worker.handlers import Handlers, Lifespan
 from worker.health import HealthFile
+from worker.lifespans import Lifespans
 from worker.reaching import reach_database
 from worker.rights import RightsThread
 from worker.settings import Settings, load_settings
@@ -61,6 +63,7 @@ class Worker:
         self.id = process_id or f"{self.settings.name}-{secrets.token_hex(4)}"
         """Identity of this process: `processes.id`, and the lease owner of its jobs."""
         self.handlers = self._builtin_handlers() if handlers is None else handlers
+        self._lifespans = Lifespans(self.handlers)
         self.status = 0
         self.has_deaf = False
         """Some handler did not end: its task or thread outlives the drain."""
@@ -161,6 +164,7 @@ class Worker:
         self._stop_reason = reason
         self._stopping_since = local_seconds() if since is None else since
         self._stop.set()
+        self._lifespans.stop()
 
     def request_stop_soon(self, reason: str, since: float) -> None:
         """`request_stop` from any thread. From now on no handler starts, even if one that blocks the loop holds up the rest."""
@@ -201,7 +205,7 @@ class Worker:
                     stack.callback(health.remove)
                 async with seen_alive(health, process_id=self.id, version=VERSION):
                     await self._reach_database()
-                    resources = {} if self.is_stopping else await self._enter_lifespans(stack)
+                    resources = {} if self.is_stopping else await self._lifespans.enter(stack)
                 if not self.is_stopping:
                     await self._work(resources, health)
         finally:
@@ -235,13 +239,6 @@ class Worker:
                 )
         finally:
             await close_quietly(connection, local_seconds() + 1.0)
-
-    async def _enter_lifespans(self, stack: contextlib.AsyncExitStack) -> dict[Lifespan, object]:
-        resources: dict[Lifespan, object] = {}
-        for lifespan in self.handlers.lifespans.values():
-            if lifespan not in resources:
-                resources[lifespan] = await stack.enter_async_context(lifespan())
-        return resources
 
     async def _work(self, resources: dict[Lifespan, object], health: HealthFile | None) -> None:
         """Run the loops until a stop is requested, then drain."""
@@ -287,10 +284,14 @@ class Worker:
         """A bug in a loop becomes a request to stop with status 1: the orderly stop still releases and commits."""
         try:
             await loop
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            self._stop_for_a_bug(name, error)
         except Exception as error:
             self._stop_for_a_bug(name, error)
 
-    def _stop_for_a_bug(self, name: str, error: Exception) -> None:
+    def _stop_for_a_bug(self, name: str, error: BaseException) -> None:
         logs.emit(events.INTERNAL_ERROR, where=name, exception=error)
         self.status = 1
         self.call_soon(lambda: self.request_stop(f"internal error in {name}"))

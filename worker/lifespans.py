@@ -1,0 +1,40 @@
+"""The lifespans of handlers: what is open from before the first claim to behind the last attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from worker.handlers import Handlers, Lifespan
+
+
+class Lifespans:
+    """Those of one process, each entered once."""
+
+    def __init__(self, handlers: Handlers) -> None:
+        self._handlers = handlers
+        self._entering: asyncio.Timeout | None = None
+        self._is_stopped = False
+
+    async def enter(self, stack: contextlib.AsyncExitStack) -> dict[Lifespan, object]:
+        """Enter them, to be left with `stack`, and return what they gave; after `stop` perhaps not all. Raises what they raise."""
+        resources: dict[Lifespan, object] = {}
+        try:
+            # In this task, which leaves them too: what they open may belong to it.
+            async with asyncio.timeout(None) as self._entering:
+                for lifespan in dict.fromkeys(self._handlers.lifespans.values()):
+                    if self._is_stopped:
+                        break
+                    resources[lifespan] = await stack.enter_async_context(lifespan())
+        except TimeoutError:
+            if not self._is_stopped:
+                raise
+        finally:
+            self._entering = None
+        return resources
+
+    def stop(self) -> None:
+        """Enter no more, and cancel what is being entered: nothing is held yet, so nothing is worth waiting for."""
+        self._is_stopped = True
+        if self._entering is not None:
+            self._entering.reschedule(asyncio.get_running_loop().time())
