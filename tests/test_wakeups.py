@@ -54,6 +54,16 @@ def test_a_frozen_listener_is_found_out_and_replaced(private_workplace: Workplac
         workplace.wait_for_state(workplace.add("nap"), "succeeded")
 
 
+def test_a_process_asks_to_be_woken_again_where_a_new_connection_leads(workplace: Workplace) -> None:
+    """After a failover to a standby that has not heard of it yet, for example."""
+    workplace.daemon(**POLL_NEVER)
+    workplace.wait_until_only_notifications_wake()
+    with workplace.db.transaction():
+        workplace.db.execute("UPDATE processes SET hungry = false")
+        workplace.terminate()
+    workplace.wait_until_hungry()
+
+
 def test_the_size_of_a_payload_never_reaches_the_notification(workplace: Workplace) -> None:
     """B5: 8,000 bytes are too much for a NOTIFY. And 5,000 jobs in one transaction are one."""
     workplace.daemon(**POLL_NEVER, WORKER_LOG_LEVEL="warning", ready=False, WORKERS="50")

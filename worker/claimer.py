@@ -144,6 +144,7 @@ class Claimer:
                 self._connection = None
                 self._lane.drop()
                 self._places.survey_soon()
+                self._hunger.forget()
                 self._on_trouble()
                 await self._pause(self._patience.delay_seconds(error))
                 continue
@@ -200,6 +201,8 @@ class Claimer:
     async def _ready_connection(self) -> Connection:
         connection = await self._lane.get()
         if connection is not self._connection:
+            if self._connection is not None:
+                self._hunger.forget()
             async with self._limit():
                 await read_moments_as_microseconds(connection)
             self._connection = connection

@@ -24,6 +24,7 @@ class Hunger:
         self._said_at = 0.0
         self._wanting_since: float | None = None
         self._polls = 0
+        self._is_known = True
         self.is_said = False
         """Whether an INSERT should send a notification, as far as the database has acknowledged it."""
 
@@ -38,17 +39,21 @@ class Hunger:
 
     def note_said(self, hungry: bool) -> None:
         """The database knows it now."""
-        self.is_said, self._said_at = hungry, local_seconds()
+        self.is_said, self._said_at, self._is_known = hungry, local_seconds(), True
+
+    def forget(self) -> None:
+        """An answer may be lost, or the database another one: whatever is wanted next has to be said, either way."""
+        self._is_known = False
 
     def is_to_be_said(self) -> bool:
         """Nothing was found: whether it is time to ask for notifications."""
         now = local_seconds()
         if self._wanting_since is None:
             self._wanting_since = now
-        return not self.is_said and now - self._wanting_since >= SAY_AFTER_SECONDS
+        return not (self.is_said and self._is_known) and now - self._wanting_since >= SAY_AFTER_SECONDS
 
     def may_be_taken_back(self) -> bool:
-        return self.is_said and local_seconds() - self._said_at >= FLIP_SECONDS
+        return (self.is_said or not self._is_known) and local_seconds() - self._said_at >= FLIP_SECONDS
 
     def next_look_seconds(self) -> float:
         """How long to wait before looking again unasked: quick at first, then the poll."""
