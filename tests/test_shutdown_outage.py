@@ -6,7 +6,7 @@ import pytest
 
 from tests.stopping import BUDGET_SECONDS, CLAIM_IN_FLIGHT, SLACK_SECONDS, SLOW_CLAIMS, stopped
 from tests.waiting import wait_for
-from tests.workplace import Workplace, both_shapes, frozen
+from tests.workplace import LEASE_SECONDS, POLL_NEVER, Workplace, both_shapes, frozen
 
 
 @both_shapes
@@ -40,7 +40,8 @@ def test_running_jobs_of_an_outage_cannot_be_released_and_the_status_says_so(wor
 
 
 def test_an_idle_daemon_stops_during_an_outage(workplace: Workplace) -> None:
-    daemon = workplace.daemon()
+    daemon = workplace.daemon(**POLL_NEVER)
+    workplace.wait_until_only_notifications_wake()  # or a look that the outage cuts off may have taken a job, for all it knows
     with workplace.outage():
         daemon.wait_for_event("database_lost")
         status, seconds = stopped(daemon)
@@ -71,16 +72,30 @@ def test_a_server_that_has_gone_mute_cannot_keep_the_process(private_workplace: 
     assert left in {"none": ("none",), "finished": ("running", "succeeded"), "running": ("running", "ready")}[jobs]
 
 
-def test_a_claim_that_may_still_take_jobs_is_told_by_the_status(private_workplace: Workplace) -> None:
-    """Nothing is held, but its server process stands still before its COMMIT."""
+@pytest.mark.parametrize("claim_seconds", ["1", "15"])
+def test_a_claim_that_may_still_take_jobs_is_told_by_the_status(private_workplace: Workplace, claim_seconds: str) -> None:
+    """Nothing is held, but its server process stands still before its COMMIT; it may be waited for longer than a stop may take."""
     workplace = private_workplace
     workplace.db.execute(SLOW_CLAIMS)
-    daemon = workplace.daemon(WORKER_CLAIM_TIMEOUT_SECONDS="1", WORKER_SHUTDOWN_GRACE_SECONDS="0.1")
+    patient = {"WORKER_LEASE_SECONDS": "40", "WORKER_LEASE_MARGIN_SECONDS": "2"} if claim_seconds == "15" else {}
+    daemon = workplace.daemon(**patient, WORKER_CLAIM_TIMEOUT_SECONDS=claim_seconds, WORKER_SHUTDOWN_GRACE_SECONDS="0.1")
     postmaster = workplace.value("SELECT pg_read_file('postmaster.pid')").split()[0]
     workplace.add("nap")
     wait_for(lambda: workplace.value(CLAIM_IN_FLIGHT))
     with frozen([*workplace.backends(), int(postmaster)]):
         status, seconds = stopped(daemon)
     assert status == 75
-    assert seconds < 0.1 + BUDGET_SECONDS + SLACK_SECONDS / 2
+    assert seconds < 0.1 + (2 + 2 * 1 if patient else BUDGET_SECONDS) + SLACK_SECONDS / 2
     assert workplace.notes() == []
+
+
+def test_the_presence_of_a_process_outlives_what_a_claim_may_still_take(private_workplace: Workplace) -> None:
+    """It stands still while its process stops, and might commit afterwards: its jobs would be lost then, and nobody has crashed."""
+    workplace = private_workplace
+    workplace.db.execute(SLOW_CLAIMS)
+    daemon = workplace.daemon(WORKER_CLAIM_TIMEOUT_SECONDS="1", WORKER_SHUTDOWN_GRACE_SECONDS="0.1")
+    workplace.add("nap")
+    wait_for(lambda: workplace.value(CLAIM_IN_FLIGHT))
+    with frozen(workplace.backends("claim", "active")):
+        assert stopped(daemon)[0] == 75
+        assert workplace.value("SELECT extract(epoch FROM max(expires_at) - now())::float8 FROM processes") > LEASE_SECONDS

@@ -71,7 +71,9 @@ class Drain:
         if not ended.done():
             pool.cancel_running()
             await asyncio.wait({ended}, timeout=min(self._stopping_seconds, _left(deadline)))
-        await asyncio.wait({claiming_task}, timeout=_left(deadline))
+        await asyncio.wait({claiming_task}, timeout=_left(deadline) / 2)
+        claiming_task.cancel()  # a claim that has no answer by now counts as lost, and leaves time to give back what it took
+        await asyncio.wait({claiming_task}, timeout=_LOOK_AGAIN_SECONDS)
         await self._finish_writing(deadline)
         self._name_the_deaf()
         await self._release_the_rest(deadline)
@@ -80,7 +82,6 @@ class Drain:
                 await pool.hooks_ended()
         except TimeoutError:
             pass  # closing the pool cancels them
-        claiming_task.cancel()
         ended.cancel()
 
     async def _finish_writing(self, deadline: float) -> None:
@@ -102,7 +103,7 @@ class Drain:
         """Whatever is still ours without anybody holding it: a claim whose answer was lost, for example."""
         holdings, claimer = self._parts.holdings, self._parts.claimer
         connection: Connection | None = None
-        if holdings.keys():
+        if holdings.keys() or claimer.has_lost_claims:
             self._rights.call(self._parts.outlive_leases)
         try:
             async with asyncio.timeout(_left(deadline)):
@@ -182,8 +183,7 @@ def _name_the_unwritten(parts: Parts) -> bool:
 
 
 def _name_the_deaf(held: Held) -> None:
-    duration_ms = round((local_seconds() - held.started_at) * 1000, 3)
-    logs.emit(events.JOB_ABANDONED, **held.job.log_fields(), duration_ms=duration_ms, reason="deaf_handler")
+    logs.emit(events.JOB_ABANDONED, **held.job.log_fields(), duration_ms=held.duration_ms, reason="deaf_handler")
 
 
 async def _return_orphans(connection: Connection, parts: Parts, database: Database, process_id: str) -> None:
