@@ -96,6 +96,26 @@ async def test_a_deaf_handler_keeps_its_slot_until_it_really_ends(database_url: 
         assert (await run.ended(id))["state"] == "succeeded"
 
 
+async def test_a_handler_deaf_in_a_transaction_of_its_own_has_timed_out_once_the_server_has_ended_that(database_url: str) -> None:
+    handlers, release = Handlers(), asyncio.Event()
+
+    @handlers.job("deaf", timeout_seconds=0.2)
+    async def deaf(job: Job[object]) -> None:
+        async with job.transaction() as connection:
+            await connection.execute(APPLY, job.key, job.fence)
+            await deaf_until(release)
+
+    async with running(database_url, handlers, lease_seconds=6) as run:
+        await run.connection.execute(TABLE)
+        row = await run.run("deaf", max_attempts=1)
+        assert not release.is_set()
+        assert row["state"] == "dead"
+        assert await run.column("SELECT outcome FROM job_failures") == ["timeout"]
+        release.set()
+    assert run.worker.status == 0
+    assert run.log.find(events.JOB_ABANDONED) == []
+
+
 async def test_a_thread_past_its_time_out_is_failed_at_once_fenced_and_keeps_its_slot(database_url: str) -> None:
     handlers, release, reasons = Handlers(), threading.Event(), []
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _LOST: frozenset[CancelReason | None] = frozenset({"lease_lost", "lease_untrusted", "cancelled"})
 _EARLY_SECONDS = 0.001  # timers may fire this much before their time
 _SOON_SECONDS = 0.05
+_LOOK_AGAIN_SECONDS = 1.0
 
 
 class Host(Protocol):
@@ -181,12 +182,8 @@ class Attempt:
     def _raised(self, job: Job[object], error: BaseException) -> Outcome:
         if job._committed:
             if not isinstance(error, asyncio.CancelledError) or self.reason is None:
-                row = self.held.job
-                logs.emit(
-                    events.HANDLER_FAILED_AFTER_COMMIT,
-                    **row.log_fields(),
-                    exception=error,
-                )
+                fields = self.held.job.log_fields()
+                logs.emit(events.HANDLER_FAILED_AFTER_COMMIT, **fields, duration_ms=self.held.duration_ms, exception=error)
             return Committed()
         lost = self.held.lost or self.reason
         if lost in _LOST:
@@ -237,27 +234,29 @@ class Attempt:
         elif self._kind.is_async:
             self.task.cancel(reason)
             if reason == "timeout":
-                self._timer = self._pool.loop.call_later(self._pool.deaf_seconds, self._give_up)
+                self._give_up_in(self._pool.deaf_seconds)
             elif reason in _LOST:
-                self._decide_lost(reason)
+                self._give_up(reason)
         else:
             self._give_up()
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: CancelReason | None = None) -> None:
         """Decide without the handler, which has not ended: it can write nothing any more."""
         assert self.job is not None
-        if self.job._committed or self.held.phase is Phase.OWN_TRANSACTION:
-            return  # its COMMIT decides
-        if self.reason == "timeout":
+        reason = reason or self.held.lost or self.reason
+        if self._is_decided or self.job._committed or not (reason == "timeout" or reason in _LOST):
+            return
+        if self.held.phase is Phase.OWN_TRANSACTION:
+            self._give_up_in(_LOOK_AGAIN_SECONDS)  # its COMMIT decides, unless the server ends its session
+        elif reason == "timeout":
             self._decide(self._timed_out())
-        elif self.reason in _LOST:
-            self._decide_lost(self.reason)
+        else:
+            self._decide(Abandoned(reason=reason))  # type: ignore[arg-type]
 
-    def _decide_lost(self, reason: CancelReason | None) -> None:
-        assert self.job is not None
-        assert reason is not None
-        if not self.job._committed and self.held.phase is not Phase.OWN_TRANSACTION:
-            self._decide(Abandoned(reason=reason))
+    def _give_up_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._pool.loop.call_later(seconds, self._give_up)
 
     def _lost_elsewhere(self, reason: CancelReason) -> None:
         """Called by the keeper's thread."""
@@ -299,7 +298,7 @@ class Attempt:
                 return
             until = min(until, self.held.safe_until)
         if self.held.phase is Phase.OWN_TRANSACTION:
-            until = min(until, now + 1.0)  # the trust alone counts again if that transaction rolls back
+            until = min(until, now + _LOOK_AGAIN_SECONDS)  # the trust alone counts again if that transaction rolls back
         self._timer = self._pool.loop.call_later(until - now + _EARLY_SECONDS, self.watch)
 
 

@@ -110,8 +110,7 @@ class Committer:
 
     def hand_over(self, held: Held, outcome: Outcome, job: Job[object] | None = None) -> None:
         """Take the outcome of an attempt. Its lease is kept until the outcome is written or refused."""
-        duration_ms = round((local_seconds() - held.started_at) * 1000, 3) if held.started_at else 0.0
-        self._queue.append(Finished(held, outcome, duration_ms, job))
+        self._queue.append(Finished(held, outcome, held.duration_ms, job))
         if not self._signalled:
             self._signalled = True
             # After the end of that loop this is from a handler that has outlived the drain: its job was left to lease expiry.

@@ -73,6 +73,11 @@ class Held(Right):
         return self.job[:2]
 
     @property
+    def duration_ms(self) -> float:
+        """How long ago its handler was started; 0 if it was not."""
+        return round((local_seconds() - self.started_at) * 1000, 3) if self.started_at else 0.0
+
+    @property
     def safe_until(self) -> float:
         """Local moment up to which nobody else gets the job, as far as this process can know. A transaction of its handler's may
         outlive the lease, for as long as the database is heard to say that it does."""
