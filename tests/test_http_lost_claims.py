@@ -69,7 +69,8 @@ async def test_tasks_of_a_lost_answer_are_found_by_their_requests(database_url: 
             held.append(grant)
         rows = await connection.fetch("SELECT id, meta #>> '{http,request_id}' AS request FROM jobs ORDER BY id")
         lost = held[0].task
-        assert await task_claiming.recover(connection, database, request_ids=[rows[0]["request"]]) == [(lost.id, lost.fence)]
+        [recovered] = await task_claiming.recover(connection, database, request_ids=[rows[0]["request"]])
+        assert (recovered.id, recovered.fence, recovered.processor) == (lost.id, lost.fence, "p")
         assert await task_claiming.recover(connection, database, request_ids=[rows[0]["request"]]) == []
         states = await connection.fetch("SELECT state, attempts FROM jobs ORDER BY id")
         assert [tuple(row) for row in states] == [("ready", 0), ("running", 1), ("running", 1)]

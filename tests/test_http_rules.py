@@ -34,7 +34,7 @@ def standing(
     failure: str | None = None,
 ) -> Standing:
     task = Task(1, "k", "kind", "q", "{}", state, None, fence, 1, "", None, None, None, None, None)
-    return Standing(owner, claimed_by, live, 30.0, failure, task)
+    return Standing(owner, claimed_by, live, 30.0, failure, 1.0, task)
 
 
 def told(verb: str, found: Standing | None) -> str:

@@ -270,8 +270,18 @@ class Claims:
         request_ids = [id for _, _, ids in over for id in ids]
         left: set[str] = set()
         if request_ids:
-            for id, fence in await task_claiming.recover(connection, self._database, request_ids=request_ids):
-                logs.emit(events.JOB_RELEASED, job_id=id, fence=fence, reason="claim_lost")
+            for task in await task_claiming.recover(connection, self._database, request_ids=request_ids):
+                logs.emit(
+                    events.JOB_RELEASED,
+                    job_id=task.id,
+                    kind=task.kind,
+                    queue=task.queue,
+                    attempt=task.attempt,
+                    fence=task.fence,
+                    processor=task.processor,
+                    duration_ms=task.since_claim_ms,
+                    reason="claim_lost",
+                )
             left = await task_claiming.still_claimed(connection, self._database, request_ids=request_ids)
         self._lost = [one for one in self._lost if one not in over or not left.isdisjoint(one[2])]
 

@@ -91,7 +91,9 @@ class Metrics:
         yield _gauge("worker_retry_ratio", "Share of the last hour's attempts that failed.", numbers.retry_rate)
         yield _gauge("worker_lost_leases_last_hour", "Leases lost in the last hour, crashes included.", numbers.lost_leases)
         yield _gauge("worker_succeeded_per_second", "Jobs that succeeded a second, over the last hour.", numbers.throughput)
-        yield _gauge("worker_oldest_transaction_seconds", "Age of the oldest transaction.", numbers.oldest_transaction_seconds or 0)
+        if numbers.sees_all_transactions:
+            oldest_seconds = numbers.oldest_transaction_seconds or 0
+            yield _gauge("worker_oldest_transaction_seconds", "Age of the oldest transaction.", oldest_seconds)
         yield _gauge("worker_processes", "Processes whose presence is live.", sum(one.live for one in numbers.processes))
         yield from self._backlogs("queue", numbers.queues, self._queues)
         yield from self._backlogs("kind", numbers.kinds, self._kinds)

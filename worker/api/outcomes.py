@@ -131,7 +131,7 @@ class Outcomes:
         sent_at = local_seconds()
         async with asyncio.timeout(self._statement_seconds):
             await connection.execute("BEGIN")
-            completed, settled = await self._apply(connection, endings)
+            completed, settled, delays = await self._apply(connection, endings)
             attempts = [(ending.id, ending.fence, ending.owner) for ending in endings]
             standings = await tasks.look(connection, self._database, attempts)
             ended = {*completed, *settled}
@@ -151,16 +151,19 @@ class Outcomes:
                 member.answer(standing.task)
                 if ending.key in ended:
                     ended.remove(ending.key)  # said once, however often it was asked for at the same time
-                    _say(ending, standing)
+                    _say(ending, standing, delays.get(ending.key))
             else:
                 REMOTE.stale_refused += problem.status_code == 409
                 member.refuse(problem)
         await self._wake(connection, settled)
 
-    async def _apply(self, connection: Connection, endings: Sequence[Ending]) -> tuple[set[Key], dict[Key, Settled]]:
-        """Each by id, owner and fence; returns what these statements have ended."""
+    async def _apply(
+        self, connection: Connection, endings: Sequence[Ending]
+    ) -> tuple[set[Key], dict[Key, Settled], dict[Key, float | None]]:
+        """Each by id, owner and fence; returns what these statements have ended, and the delays (seconds) they were given."""
         completed: set[Key] = set()
         settled: dict[Key, Settled] = {}
+        delays: dict[Key, float | None] = {}
         failed = [ending.id for ending in endings if isinstance(ending.outcome, Failed)]
         attempts = await tasks.count_attempts(connection, self._database, failed) if failed else {}
         completions = [
@@ -172,13 +175,16 @@ class Outcomes:
             # The row is kept, whatever the retention: whoever repeats a completion finds it. Pruning removes it.
             completed = await settling.complete_for_several(connection, self._database, completions)
         for owner in sorted({ending.owner for ending in endings if not isinstance(ending.outcome, Succeeded)}):
-            settlements = [
-                Settlement(*ending.key, verdict(ending.outcome, attempts.get(ending.id, 1), self._backoff, random.uniform(0.5, 1)))
-                for ending in endings
-                if ending.owner == owner and not isinstance(ending.outcome, Succeeded)
-            ]
-            settled |= await settling.settle(connection, self._database, settlements, owner=owner)
-        return completed, settled
+            # One an attempt, what was said first: the statement would take any.
+            settlements: dict[Key, Settlement] = {}
+            for ending in endings:
+                if ending.owner == owner and ending.key not in settlements and not isinstance(ending.outcome, Succeeded):
+                    ruling = verdict(ending.outcome, attempts.get(ending.id, 1), self._backoff, random.uniform(0.5, 1))
+                    settlements[ending.key] = Settlement(*ending.key, ruling)
+            written = await settling.settle(connection, self._database, list(settlements.values()), owner=owner)
+            settled |= written
+            delays |= {key: settlements[key].verdict.delay_seconds for key in written}
+        return completed, settled, delays
 
     async def _wake(self, connection: Connection, settled: dict[Key, Settled]) -> None:
         """Tell a hungry process of what is ready again."""
@@ -191,16 +197,18 @@ class Outcomes:
                 self._lane.drop()  # they are found by the next poll
 
 
-def _say(ending: Ending, standing: Standing) -> None:
-    """The event of an attempt that has just ended."""
+def _say(ending: Ending, standing: Standing, delay_seconds: float | None) -> None:
+    """The event of an attempt that has just ended; `delay_seconds`: until the next one."""
     task = standing.task
     about = {
         "job_id": task.id,
         "kind": task.kind,
         "queue": task.queue,
-        "attempt": task.attempt,
+        # The one that has ended, also where it is refunded.
+        "attempt": task.attempt + isinstance(ending.outcome, Released),
         "fence": ending.fence,
         "processor": ending.owner.removeprefix(tasks.OWNER_PREFIX),
+        "duration_ms": standing.since_claim_ms,
     }
     match ending.outcome:
         case Succeeded():
@@ -208,7 +216,11 @@ def _say(ending: Ending, standing: Standing) -> None:
             logs.emit(events.JOB_SUCCEEDED, **about)
         case Failed() as failed:
             REMOTE.failed += 1
-            event = events.JOB_DEAD if task.state == "dead" else events.JOB_FAILED
-            logs.emit(event, **about, error=failed.error, error_type=failed.error_type)
+            trouble = {"error": failed.error, "error_type": failed.error_type, "exception": failed.detail}
+            if task.state == "dead":
+                logs.emit(events.JOB_DEAD, **about, **trouble)
+            else:
+                retry_in_seconds = None if delay_seconds is None else round(delay_seconds, 3)
+                logs.emit(events.JOB_FAILED, **about, **trouble, retry_in_seconds=retry_in_seconds)
         case Released() as released:
             logs.emit(events.JOB_RELEASED, **about, reason=released.reason)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from worker.store.claiming import Cursor
-from worker.store.leasing import Key
-from worker.store.tasks import COLUMNS, REMOTE, Task
+from worker.store.tasks import COLUMNS, OWNER_PREFIX, REMOTE, SINCE_CLAIM_MS, Task
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
@@ -34,6 +33,18 @@ class Claimed(NamedTuple):
     place: int
     task: Task
     cursor: Cursor
+
+
+class Recovered(NamedTuple):
+    """A task that nobody has heard of, given back: the attempt that it was claimed for."""
+
+    id: int
+    kind: str
+    queue: str
+    attempt: int
+    fence: int
+    processor: str
+    since_claim_ms: float | None
 
 
 # As in `claiming`: jobs_ready (or jobs_suspect) in order from a cursor for the candidates, jobs_pkey for the update.
@@ -159,16 +170,17 @@ UPDATE {{schema}}.jobs AS j
 SET state = 'ready', lease_owner = NULL, lease_until = NULL, attempts = GREATEST(j.attempts - 1, 0)
 FROM orphans AS o
 WHERE j.id = o.id AND j.fence = o.fence AND j.lease_owner = o.lease_owner
-RETURNING j.id, j.fence, j.queue, {{schema}}.wake_workers(j.queue)
+RETURNING j.id, j.kind, j.queue, j.attempts + 1, j.fence, substr(o.lease_owner, {len(OWNER_PREFIX) + 1}), {SINCE_CLAIM_MS},
+    {{schema}}.wake_workers(j.queue)
 """
 
 
-async def recover(connection: Connection, database: Database, *, request_ids: Sequence[str]) -> list[Key]:
+async def recover(connection: Connection, database: Database, *, request_ids: Sequence[str]) -> list[Recovered]:
     """Give back, attempt refunded, what claims without an answer have taken, once they can no longer commit.
 
     Waits for nobody: what is locked meanwhile is still claimed afterwards (`still_claimed`).
     """
-    return [(row[0], row[1]) for row in await connection.fetch(database.sql(RECOVER), list(request_ids))]
+    return [Recovered(*row[:7]) for row in await connection.fetch(database.sql(RECOVER), list(request_ids))]
 
 
 # Index jobs_running.

@@ -134,12 +134,18 @@ class Standing(NamedTuple):
     """How long a remote lease was asked for."""
     failure: str | None
     """How the attempt ended, if it failed: an outcome of `job_failures`, of this owner and fence."""
+    since_claim_ms: float | None
+    """How long ago, at the begin of this transaction, the last claim was. None: it is not known."""
     task: Task
 
 
+SINCE_CLAIM_MS = """CASE WHEN isfinite(j.started_at)
+        THEN round(GREATEST(extract(epoch FROM now() - j.started_at), 0)::numeric * 1000, 3)::float8 END"""
+
 # Indexes jobs_pkey and job_failures_pkey. A plain read, which waits for nobody.
 LOOK = f"""
-SELECT a.place, j.lease_owner, {_CLAIMED_BY}, j.lease_until > clock_timestamp() IS TRUE, {_LEASE_SECONDS}, f.outcome, {COLUMNS}
+SELECT a.place, j.lease_owner, {_CLAIMED_BY}, j.lease_until > clock_timestamp() IS TRUE, {_LEASE_SECONDS}, f.outcome,
+    {SINCE_CLAIM_MS}, {COLUMNS}
 FROM unnest($1::bigint[], $2::bigint[], $3::text[]) WITH ORDINALITY AS a(id, fence, owner, place)
 JOIN {{schema}}.jobs AS j ON j.id = a.id
 LEFT JOIN {{schema}}.job_failures AS f ON f.job_id = a.id AND f.fence = a.fence AND f.worker = a.owner
@@ -150,10 +156,10 @@ async def look(connection: Connection, database: Database, attempts: Sequence[tu
     """How each attempt (id, fence, owner) stands, in their order; None: there is no such job."""
     ids, fences, owners = map(list, zip(*attempts, strict=True))
     found: list[Standing | None] = [None] * len(attempts)
-    for place, owner, claimed_by, live, lease_seconds, failure, *columns in await connection.fetch(
+    for place, owner, claimed_by, live, lease_seconds, failure, since_claim_ms, *columns in await connection.fetch(
         database.sql(LOOK), ids, fences, owners
     ):
-        found[place - 1] = Standing(owner, claimed_by, live, lease_seconds, failure, Task(*columns))
+        found[place - 1] = Standing(owner, claimed_by, live, lease_seconds, failure, since_claim_ms, Task(*columns))
     return found
 
 
