@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import psycopg
+import pytest
 
 from tests.commands import worker, worker_at_a_terminal
+from tests.processes import ROOT
+from tests.psql import grant
 from tests.roles import role, url_as
 from tests.servers import Server
 
@@ -64,6 +69,57 @@ def test_check_names_each_fault_and_the_stop_time_out(server: Server, database_u
     assert "cannot import 'no_such_module'" in result.stderr
     assert "LISTEN: " in result.stdout
     assert "must allow more than 14 s" in result.stdout
+
+
+def test_a_role_that_sees_its_own_sessions_only_is_no_fault_and_marked(server: Server, database_url: str, tmp_path: Path) -> None:
+    with role(server, database_url) as name, psycopg.connect(database_url) as other:
+        grant(database_url, "daemon", name)
+        other.execute("SELECT 1")  # a transaction that the role is not shown
+        as_role = {"DATABASE_URL": url_as(name, database_url)}
+        result = worker("check", directory=tmp_path, **as_role)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "sessions of other roles: hidden" in result.stdout
+        assert "pg_read_all_stats" in result.stdout
+        shown = worker("stats", directory=tmp_path, **as_role).stdout.splitlines()
+        assert "oldest_transaction_seconds (own sessions only)\t-" in shown
+        document = json.loads(worker("stats", "--json", directory=tmp_path, **as_role).stdout)
+        assert document["oldest_transaction_seconds"] is None
+        assert "oldest_transaction_seconds" in document["estimated"]
+    result = worker("check", directory=tmp_path, DATABASE_URL=database_url)
+    assert "sessions of other roles: visible" in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORKER_HTTP_TOKENS": "short"}, "WORKER_HTTP_TOKENS: token 1 must be at least 16"),
+        ({"WORKER_HTTP_TOKENS": ",,"}, "WORKER_HTTP_TOKENS holds no token"),
+        ({"WORKER_HTTP_TOKENS_FILE": "/no/such/file"}, "WORKER_HTTP_TOKENS_FILE='/no/such/file' cannot be read: No such file"),
+    ],
+)
+def test_check_names_tokens_that_serve_refuses(database_url: str, tmp_path: Path, variables: dict[str, str], said: str) -> None:
+    result = worker("check", directory=tmp_path, DATABASE_URL=database_url, **variables)
+    assert result.returncode == 78
+    assert f"worker: {said}" in result.stderr
+    assert "settings: valid" not in result.stdout
+    assert "schema: 'public', version 1" in result.stdout, "the rest is checked all the same"
+    refused = worker("serve", "--port", "0", directory=tmp_path, DATABASE_URL=database_url, **variables)
+    assert (refused.returncode, said in refused.stdout) == (78, True)
+
+
+def test_check_accepts_tokens_that_serve_accepts(database_url: str, tmp_path: Path) -> None:
+    result = worker("check", directory=tmp_path, DATABASE_URL=database_url, WORKER_HTTP_TOKENS="a-token-that-is-long-enough")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "settings: valid" in result.stdout.splitlines()
+    assert "long-enough" not in result.stdout
+
+
+def test_without_the_extra_check_says_nothing_of_tokens(database_url: str, tmp_path: Path) -> None:
+    """Such a process serves nothing."""
+    (tmp_path / "fastapi.py").write_text("raise ImportError('not here')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    result = worker("check", directory=tmp_path, DATABASE_URL=database_url, PYTHONPATH=path, WORKER_HTTP_TOKENS="short")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_health_is_1_where_no_daemon_is(tmp_path: Path) -> None:

@@ -162,7 +162,6 @@ def test_the_daemon_says_bad_settings_as_json_on_standard_output(tmp_path: Path)
         ["enqueue", "--file", "-", "--max-attempts", "1"],
         # Not due, so not there.
         ["bench", "nonsense"],
-        ["stats", "--watch"],
     ],
 )
 def test_wrong_usage_is_2_and_changes_nothing(database_url: str, tmp_path: Path, arguments: list[str]) -> None:

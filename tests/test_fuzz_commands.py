@@ -179,6 +179,7 @@ def leave_out_what_lasts(patch: pytest.MonkeyPatch, url: str) -> None:
     patch.setattr("worker.daemon.run", nothing)
     patch.setattr("worker.generator_process.run", nothing)
     patch.setattr("worker.api.server.run", nothing)
+    patch.setattr("worker.cli.watching.watch", nothing)
     patch.setattr("worker.guardian.Guardian", Guardian)
     patch.setattr("worker.cli.lease._run", no_command)
     patch.setattr("worker.cluster.temporary_cluster", stopped)

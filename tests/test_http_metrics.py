@@ -8,9 +8,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import psycopg
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.processes import ROOT
+from tests.psql import grant
+from tests.roles import role, url_as
+from tests.servers import Server
 from tests.serving import Served
 from tests.waiting import await_for, wait_for
 from tests.workplace import Workplace
@@ -75,6 +79,25 @@ def test_it_counts_jobs_leases_and_ages(database_url: str, serve: Callable[..., 
     assert value(samples, "worker_claim_seconds_count", by="http") >= 4
     assert value(samples, "worker_commit_seconds_count", by="http") >= 2
     assert second["id"] != first["id"]
+
+
+def test_the_age_of_the_oldest_transaction_is_left_out_where_those_of_others_are_hidden(
+    server: Server, database_url: str, serve: Callable[..., Served]
+) -> None:
+    name = "worker_oldest_transaction_seconds"
+    with role(server, database_url) as daemon, psycopg.connect(database_url) as other:
+        grant(database_url, "daemon", daemon)
+        served = serve(url_as(daemon, database_url))
+        other.execute("SELECT 1")  # and holds its snapshot
+        samples = scrape(served)
+        assert value(samples, "worker_database_up") == 1
+        assert (name, ()) not in samples
+        with psycopg.connect(database_url, autocommit=True) as owner:
+            owner.execute(f"GRANT pg_read_all_stats TO {daemon}")
+        wait_for(lambda: scrape(served).get((name, ()), 0) > 0)  # it has looked again
+        other.rollback()
+        wait_for(lambda: value(scrape(served), name) == 0)
+        served.process.kill()
 
 
 def test_a_stale_completion_and_a_lost_lease_are_counted(served: Served, queue: str) -> None:

@@ -9,6 +9,9 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
+from tests.psql import grant
+from tests.roles import role, url_as
+from tests.servers import Server
 from worker.store import reports, statistics
 from worker.store.connection import Connection, Database
 from worker.store.reports import Answer, JobFilter
@@ -216,6 +219,28 @@ async def test_the_oldest_transaction_in_the_database_shows(database_url: str, c
         assert 0 <= numbers.oldest_transaction_seconds < 60
     finally:
         await other.close()
+
+
+async def test_a_role_that_is_shown_its_own_sessions_only_is_told_so(server: Server, database_url: str) -> None:
+    """With exactly deploy/grants.sql: no transaction that shows is not the same as none."""
+    with role(server, database_url) as name:
+        grant(database_url, "daemon", name)
+        database = Database(url_as(name, database_url), environ={})
+        owner, connection = await asyncpg.connect(database_url), await database.connect("test")
+        try:
+            await owner.execute("BEGIN; SELECT 1")
+            numbers = await statistics.statistics(connection, database)
+            assert (numbers.oldest_transaction_seconds, numbers.sees_all_transactions) == (None, False)
+            assert not await statistics.sees_all_sessions(connection)
+            await owner.execute(f"GRANT pg_read_all_stats TO {name}; COMMIT")
+            await owner.execute("BEGIN; SELECT 1")
+            numbers = await statistics.statistics(connection, database)
+            assert numbers.oldest_transaction_seconds is not None
+            assert numbers.sees_all_transactions
+            assert await statistics.sees_all_sessions(connection)
+        finally:
+            await owner.close()
+            await connection.close()
 
 
 async def test_statistics_of_a_table_of_history_are_estimates(

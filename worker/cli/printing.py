@@ -12,6 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 # Control characters of both sorts, line separators, what turns the direction of text, and what is no text at
 # all.
@@ -86,6 +90,13 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+class Table(NamedTuple):
+    """What `print_rows` prints: a name a column, and rows."""
+
+    names: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
 def print_rows(
     names: Sequence[str],
     rows: Iterable[Sequence[object]],
@@ -108,8 +119,21 @@ def print_rows(
     if not cells:
         print_line(nothing)
         return
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
+
+    console = Console()
+    console.print(_table(names, cells, width=console.width, folded=folded, spared=spared))
+
+
+def _table(
+    names: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    *,
+    width: int,
+    folded: Collection[str] = (),
+    spared: Sequence[str] = (),
+) -> RichTable:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
@@ -119,9 +143,8 @@ def print_rows(
         for name, column in zip(names, zip(*cells, strict=True), strict=True)
         if any(cell != _NONE for cell in column)
     ]
-    console = Console()
     for unneeded in spared:
-        if sum(_needed_cells(name, column, name in folded) for name, column in columns) > console.width:
+        if sum(_needed_cells(name, column, name in folded) for name, column in columns) > width:
             columns = [(name, column) for name, column in columns if name != unneeded]
     for name, column in columns:
         is_number = all(re.fullmatch(r"~?[-\d.,/]+", cell) for cell in column)
@@ -134,7 +157,7 @@ def print_rows(
     for shown in zip(*(column for _, column in columns), strict=True):
         # Text, not str: square brackets in data are no markup.
         table.add_row(*(Text(cell) for cell in shown))
-    console.print(table)
+    return table
 
 
 def _needed_cells(name: str, column: Sequence[str], is_folded: bool) -> int:
@@ -177,3 +200,38 @@ def progress_line() -> Iterator[Callable[[str], None]]:
         yield say
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+Repaint = Callable[[Sequence[Table], str], None]
+
+
+def can_repaint() -> bool:
+    """A person looks, at a terminal whose lines can be replaced."""
+    if not is_terminal():
+        return False
+    from rich.console import Console
+
+    console = Console()
+    return console.is_terminal and console.is_interactive and not console.is_dumb_terminal
+
+
+@contextlib.contextmanager
+def repainted() -> Iterator[Repaint]:
+    """Tables below a line of text, in place of those that were shown before. The last ones stay, whole, also where the terminal
+    is too low for them."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+
+        def repaint(tables: Sequence[Table], line: str) -> None:
+            cells = [[[_cell(value) for value in row] for row in table.rows] for table in tables]
+            shown = [_table(table.names, rows, width=console.width) for table, rows in zip(tables, cells, strict=True)]
+            try:
+                live.update(Group(Text(safe(line)), *shown), refresh=True)
+            except OSError as error:
+                raise OutputFailed(error.strerror) from None
+
+        yield repaint

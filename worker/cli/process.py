@@ -13,13 +13,14 @@ import typer
 from worker.cli.printing import print_error, print_line, print_rows
 from worker.cli.reaching import DataDir, Embedded, connected, database_of, reach
 from worker.cli.refusal import refused
-from worker.cli.serve import http_address
+from worker.cli.serve import http_address, require_extra
 from worker.errors import ConfigError
 from worker.health import HealthFile, all_well, read_verdicts
 from worker.settings import Settings, load_settings, unknown_settings
 from worker.store import schema
 from worker.store.connection import ConnectFailed, Database
 from worker.store.reports import describe_session
+from worker.store.statistics import sees_all_sessions
 from worker.store.waiting import HTTP_LANES, LANES, verify_room, verify_session
 
 
@@ -84,10 +85,12 @@ def check(embedded: Embedded = False, data_dir: DataDir = None) -> None:
     with reach(embedded, data_dir) as settings:
         # These refuse an address that cannot be right.
         database, listen = database_of(settings), _listen_database_of(settings)
-        print_line("settings: valid")
+        faults = _token_faults(settings)
+        if not faults:
+            print_line("settings: valid")
         for name, nearest in unknown_settings():
             print_line(f"settings: {name} is no setting and does nothing; the nearest is {nearest}")
-        faults = _runtime_dir_faults(settings)
+        faults += _runtime_dir_faults(settings)
         try:
             faults += asyncio.run(_check_database(settings, database, listen))
         except ConfigError as error:
@@ -110,6 +113,23 @@ def _listen_database_of(settings: Settings) -> Database | None:
     return Database(url, connect_timeout_seconds=settings.connect_timeout_seconds, variable="WORKER_LISTEN_DATABASE_URL")
 
 
+def _token_faults(settings: Settings) -> list[str]:
+    """What `worker serve` would say of the tokens, where there are any and it is installed."""
+    if settings.http_tokens is None and settings.http_tokens_file is None:
+        return []
+    try:
+        require_extra()
+    except ConfigError:
+        return []
+    from worker.api.auth import read_tokens
+
+    try:
+        read_tokens(settings)
+    except ConfigError as error:
+        return list(error.lines)
+    return []
+
+
 def _runtime_dir_faults(settings: Settings) -> list[str]:
     """What `worker run` would say, by doing what it does."""
     try:
@@ -128,6 +148,8 @@ async def _check_database(settings: Settings, database: Database, listen: Databa
         session = await describe_session(connection)
         print_line(f"database: {database.target.where}, PostgreSQL {session.server_version}")
         print_line(f"TLS: {session.tls_version or 'not in use'}")
+        hidden = "hidden, so `worker stats` knows this role's transactions only; as a member of pg_read_all_stats it would all"
+        print_line(f"sessions of other roles: {'visible' if await sees_all_sessions(connection) else hidden}")
         faults: list[str] = []
         try:
             await schema.verify(connection, database.schema)

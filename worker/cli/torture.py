@@ -30,7 +30,11 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def torture(
     database_url: Annotated[
         str | None,
-        typer.Argument(metavar="[DATABASE_URL]", help="The database; else the one of the environment.", show_default=False),
+        typer.Argument(
+            metavar="[DATABASE_URL]",
+            help="The database, which `ps` then shows; left out, the variable DATABASE_URL is used.",
+            show_default=False,
+        ),
     ] = None,
     minutes: Annotated[float, typer.Option("--minutes", min=0.05, max=10_000, help="How long faults are injected.")] = 2.0,
     processes: Annotated[int, typer.Option("--processes", min=2, max=100, help="Daemons.")] = 4,

@@ -60,8 +60,13 @@ class Statistics:
     unknown_kinds: dict[str, int] = field(default_factory=dict)
     """Ready jobs of kinds that no live process knows."""
     oldest_transaction_seconds: float | None = None
+    """None: there is none. Of this role's own sessions only, and named in `estimated`, where those of others do not show."""
     queues: dict[str, Backlog] = field(default_factory=dict)
     kinds: dict[str, Backlog] = field(default_factory=dict)
     processes: list[ProcessSummary] = field(default_factory=list)
     estimated: list[str] = field(default_factory=list)
     """Names of the fields that are no exact counts."""
+
+    @property
+    def sees_all_transactions(self) -> bool:
+        return "oldest_transaction_seconds" not in self.estimated

@@ -33,7 +33,7 @@ async def statistics(connection: Connection, database: Database) -> Statistics:
     await _count_finished(connection, database, numbers)
     await _measure_last_hour(connection, database, numbers)
     await _describe_processes(connection, database, numbers)
-    numbers.oldest_transaction_seconds = await connection.fetchval(OLDEST_TRANSACTION)
+    await _find_oldest_transaction(connection, numbers)
     return numbers
 
 
@@ -261,10 +261,23 @@ def _kinds_in(health: str) -> set[str] | None:
     return {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else None
 
 
-# Old snapshots keep dead rows alive and make every claim slower. Other roles' sessions show only to those who
-# may see them (pg_read_all_stats).
-OLDEST_TRANSACTION = """
-SELECT extract(epoch FROM now() - min(xact_start))::float8
+# What other roles' sessions do is NULL for all but members of this role and superusers.
+SEES_ALL_SESSIONS = "pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')"
+
+# Old snapshots keep dead rows alive and make every claim slower.
+OLDEST_TRANSACTION = f"""
+SELECT extract(epoch FROM now() - min(xact_start))::float8, {SEES_ALL_SESSIONS}
 FROM pg_stat_activity
 WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'
 """
+
+
+async def _find_oldest_transaction(connection: Connection, numbers: Statistics) -> None:
+    numbers.oldest_transaction_seconds, sees_all = await connection.fetchrow(OLDEST_TRANSACTION)
+    if not sees_all:
+        numbers.estimated.append("oldest_transaction_seconds")
+
+
+async def sees_all_sessions(connection: Connection) -> bool:
+    """Whether this role is shown what the sessions of other roles do."""
+    return bool(await connection.fetchval(f"SELECT {SEES_ALL_SESSIONS}"))
