@@ -28,6 +28,9 @@ GRANT EXECUTE ON FUNCTION
     :"schema".lease_expires_in_ms, :"schema".acquire_lease, :"schema".renew_lease, :"schema".release_lease,
     :"schema".produce_slots
     TO :"daemon";
+-- Optional, and only an administrator may: without it `worker check`, `worker stats` and /metrics cannot say how old the oldest
+-- transaction of the database is, since PostgreSQL hides the moments of other roles' sessions.
+-- GRANT pg_read_all_stats TO :"daemon";
 \endif
 
 -- Enqueue by INSERT or enqueue_job, look the job up, wait for its end. Not what other applications have put into their jobs.

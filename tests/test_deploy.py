@@ -117,6 +117,17 @@ def test_systemd_accepts_the_unit_of_the_http_interface(systemd_tree: Path) -> N
     assert verify(systemd_tree, HTTP_UNIT) == (0, "")
 
 
+def test_another_address_of_the_http_interface_needs_an_empty_line_before_it(systemd_tree: Path) -> None:
+    """As the unit says at its head: a second ExecStart= alone is refused."""
+    drop_in = systemd_tree / f"etc/systemd/system/{HTTP_UNIT}.d/override.conf"
+    drop_in.parent.mkdir()
+    another = "ExecStart=/opt/reliable-worker/bin/worker serve --host 0.0.0.0 --port 8080\n"
+    drop_in.write_text(f"[Service]\nExecStart=\n{another}")
+    assert verify(systemd_tree, HTTP_UNIT) == (0, "")
+    drop_in.write_text(f"[Service]\n{another}")
+    assert "more than one ExecStart=" in verify(systemd_tree, HTTP_UNIT)[1]
+
+
 def test_systemd_would_have_complained_about_a_misspelt_line(systemd_tree: Path) -> None:
     unit = systemd_tree / "etc/systemd/system" / UNITS[0]
     unit.write_text(unit.read_text().replace("WatchdogSec=", "WatchdogSecs="))

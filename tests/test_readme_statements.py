@@ -12,7 +12,9 @@ from psycopg.rows import dict_row
 
 from tests.documents import BLOCKS, FLOWING, block
 from tests.processes import Daemon
-from tests.psql import psql
+from tests.psql import GRANTS, grant, psql
+from tests.roles import role, url_as
+from tests.servers import Server, execute
 from tests.waiting import wait_for
 from worker.new_job import new_job_from
 from worker.settings import load_settings
@@ -57,6 +59,22 @@ def test_the_statements_for_three_in_the_morning_find_what_they_are_for(database
         assert [row["crashes"] for row in suspects] == [1]
         assert [(row["outcome"], row["count"]) for row in failures] == [("crashed", 1)]
         assert open_one.info.backend_pid in {row["pid"] for row in transactions}
+
+
+def test_transactions_of_other_roles_show_with_the_optional_grant_only(server: Server, database_url: str) -> None:
+    *_, oldest = [text for text in block("sql", "-- stuck").split(";\n") if text.strip()]
+    (optional,) = re.findall(r"^-- (GRANT pg_read_all_stats .+;)$", GRANTS.read_text("utf-8"), re.MULTILINE)
+    with role(server, database_url) as name, psycopg.connect(database_url) as open_one:
+        open_one.execute("SELECT 1")
+        grant(database_url, "daemon", name)
+        with psycopg.connect(url_as(name, database_url), autocommit=True, row_factory=dict_row) as db:
+
+            def is_shown() -> bool:
+                return open_one.info.backend_pid in {row["pid"] for row in db.execute(oldest)}
+
+            assert not is_shown()
+            execute(server.dsn, optional.replace(':"daemon"', "{}"), name)
+            assert is_shown()
 
 
 def test_fences_jump_ahead_and_a_stale_one_is_refused_as_it_says(database_url: str) -> None:
