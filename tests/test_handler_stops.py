@@ -15,6 +15,7 @@ import pytest
 from tests.inprocess import APPLIED, APPLY, TABLE, claim_ahead, deaf_until, expire, quick, running, seen
 from tests.waiting import await_for, await_while, until_cancelled, wait_for
 from worker import Handlers, Job, LeaseLost, Worker, attempt, events
+from worker.holding import Phase
 
 # --- time-outs
 
@@ -97,21 +98,33 @@ async def test_a_deaf_handler_keeps_its_slot_until_it_really_ends(database_url: 
 
 
 async def test_a_handler_deaf_in_a_transaction_of_its_own_has_timed_out_once_the_server_has_ended_that(database_url: str) -> None:
-    handlers, release = Handlers(), asyncio.Event()
+    """What was decided without it stays, and stays renewed until it is written, also when it comes back."""
+    handlers, release, inside = Handlers(), asyncio.Event(), asyncio.Event()
 
     @handlers.job("deaf", timeout_seconds=0.2)
     async def deaf(job: Job[object]) -> None:
         async with job.transaction() as connection:
             await connection.execute(APPLY, job.key, job.fence)
+            inside.set()
             await deaf_until(release)
 
-    async with running(database_url, handlers, lease_seconds=6) as run:
+    async with running(database_url, handlers, lease_seconds=6) as run, seen(database_url) as other:
         await run.connection.execute(TABLE)
-        row = await run.run("deaf", max_attempts=1)
-        assert not release.is_set()
-        assert row["state"] == "dead"
+        id = await run.enqueue("deaf", max_attempts=1)
+        await inside.wait()
+        assert run.worker.parts is not None
+        (held,), pool = run.worker.parts.holdings, run.worker.parts.pool
+        async with other.connection.transaction():
+            # Waits until the server has ended that of the handler, and then keeps the outcome from being written.
+            await other.connection.execute("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0")
+            await other.connection.execute("SELECT FROM jobs WHERE id = $1 FOR UPDATE", id)
+            await await_for(lambda: held.phase is Phase.FINISHED)
+            release.set()
+            await await_for(lambda: not pool.running())
+            assert held.phase is Phase.FINISHED
+        assert (await run.ended(id))["state"] == "dead"
         assert await run.column("SELECT outcome FROM job_failures") == ["timeout"]
-        release.set()
+        assert await run.column(APPLIED) == []
     assert run.worker.status == 0
     assert run.log.find(events.JOB_ABANDONED) == []
 

@@ -51,7 +51,7 @@ async def fenced(held: Held, around: Surroundings, result: Callable[[], str | No
                         raise EffectAlreadyApplied(f"the effect of key {job.key!r} was committed before")
                     # Not before this answer: until then nobody knows that the row is locked, and the lease is what counts. Nor when
                     # the session has ended right behind it, as its listener has spoken already.
-                    if not session.is_closed():
+                    if not session.is_closed() and held.phase is Phase.RUNNING:
                         held.phase = Phase.OWN_TRANSACTION
                     yield connection
                     if not await settling.close_own(connection, around.database, job, result=result()):
@@ -63,7 +63,7 @@ async def fenced(held: Held, around: Surroundings, result: Callable[[], str | No
                     try:
                         await _roll_back(session, transaction, limit_seconds)
                     finally:
-                        held.phase = Phase.RUNNING
+                        _unprotect(held)
                     raise
                 session.stay_in_transaction(False)
                 # From here on the phase stays: a job that is (or may be) complete has no lease to renew or to lose.
@@ -71,7 +71,7 @@ async def fenced(held: Held, around: Surroundings, result: Callable[[], str | No
                 try:
                     lost_answer = await _commit(session, transaction)
                 except DATABASE_ERRORS:
-                    held.phase = Phase.RUNNING
+                    _unprotect(held)
                     raise
     if lost_answer is not None:
         await _resolve(held, around, lost_answer)
@@ -83,12 +83,18 @@ def _losing_protection_with(session: Connection, held: Held) -> Iterator[context
     renewed and trusted again like any other."""
 
     def ended(_connection: object) -> None:
-        held.phase = Phase.RUNNING
+        _unprotect(held)
 
     session.add_termination_listener(ended)
     with contextlib.ExitStack() as protection:
         protection.callback(session.remove_termination_listener, ended)
         yield protection
+
+
+def _unprotect(held: Held) -> None:
+    """The lease alone counts again; unless the attempt was decided without its handler meanwhile, and waits to be written."""
+    if held.phase is Phase.OWN_TRANSACTION:
+        held.phase = Phase.RUNNING
 
 
 async def _roll_back(connection: Connection, transaction: Transaction, timeout_seconds: float) -> None:
@@ -140,7 +146,7 @@ async def _resolve(held: Held, around: Surroundings, lost_answer: BaseException)
     if ruling.done or gone_as_planned:
         return
     if ruling.mine:
-        held.phase = Phase.RUNNING
+        _unprotect(held)
         raise lost_answer
     held.lose("lease_lost")
     raise LeaseLost(f"job {held.job.id}: fence {held.job.fence} is stale")
