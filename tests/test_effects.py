@@ -101,6 +101,18 @@ async def test_the_server_itself_refuses_a_second_statement_in_an_effect(databas
         assert await run.value("SELECT count(*) FROM a") == 0
 
 
+async def test_what_an_effect_without_arguments_returns_is_nobodys_business(database_url: str) -> None:
+    """Not even where Python has no such value."""
+    handlers = Handlers()
+
+    @handlers.job("read")
+    async def read(job: Job[object]) -> None:
+        job.effect("SELECT '0044-03-15 BC'::timestamptz FROM generate_series(1, 10000)")
+
+    async with running(database_url, handlers) as run:
+        assert (await run.run("read", max_attempts=1))["state"] == "succeeded"
+
+
 async def test_finished_jobs_share_transactions_and_the_textbook_shape_gives_each_its_own(database_url: str) -> None:
     handlers = Handlers()
 

@@ -158,7 +158,7 @@ class Odd:
         ((Odd(),), ""),
         ((2**70,), "invalid input"),
         ((1, 2), "expects 1 argument"),
-        ((), "there is no parameter $1"),
+        ((), "expects 1 argument"),
     ],
     ids=["wrong type, and a word that sounds like a lost connection", "no type", "unprintable", "too large", "too many", "too few"],
 )

@@ -20,13 +20,19 @@ _HEAD_CHARACTERS = 60
 
 
 async def apply(connection: Connection, sql: str, arguments: Sequence[object]) -> None:
-    """One effect of one job. `execute` would send a text without arguments such that the server runs several statements in it."""
+    """One effect of one job."""
     with _arguments_of_the_user():
-        await connection.fetch(sql, *arguments)
+        if arguments:
+            await connection.execute(sql, *arguments)
+        else:  # `execute` would use the simple protocol, in which the server runs whatever stands behind a semicolon
+            await connection.executemany(sql, [()])
 
 
 async def apply_many(connection: Connection, sql: str, rows: Sequence[Sequence[object]]) -> None:
-    """The same effect of several jobs, in the order of its arguments: whoever else runs it locks shared rows in that order too."""
+    """The same effect of several jobs, in the order of its arguments: whoever else runs it locks shared rows in that order too.
+
+    An argument whose encoding raises what is no Exception (SystemExit) leaves asyncpg waiting: that ends by the caller's limit.
+    """
     with _arguments_of_the_user():
         try:
             ordered = sorted(rows)  # type: ignore[type-var]  # what cannot be compared is sorted by its text
