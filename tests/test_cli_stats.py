@@ -127,7 +127,7 @@ def test_an_outage_is_said_in_place_and_passes(database_url: str, db: psycopg.Co
         wait_for(lambda: "until Ctrl-C" in terminal.read(), 20)
         [(pid,)] = db.execute(SESSIONS).fetchall()
         db.execute("SELECT pg_terminate_backend(%s)", [pid])
-        wait_for(lambda: "asked for again" in terminal.read())
+        wait_for(lambda: "it is asked again" in terminal.read())
         before = len(terminal.shown)
         wait_for(lambda: "until Ctrl-C" in terminal.read()[before:])
         terminal.process.terminate()

@@ -71,7 +71,7 @@ class _Watch:
 
     def abandon_output(self) -> None:
         """For a signal handler: a write that a reader does not take goes on into nothing, rather than for ever."""
-        if self._is_writing:
+        if self._is_writing and not sys.stdout.isatty():  # at a terminal the last frame and the cursor are worth the wait
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     async def run(self, json: bool) -> None:
@@ -96,7 +96,7 @@ class _Watch:
 
         failures = 0
         while True:
-            slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, say, f"no answer for {_SLOW_SECONDS:g} s")
+            slow = asyncio.get_running_loop().call_later(_SLOW_SECONDS, say, f"no answer for {_SLOW_SECONDS:g} s yet")
             try:
                 return await self._look()
             except _TROUBLE as error:
@@ -105,7 +105,7 @@ class _Watch:
                 slow.cancel()
             self._drop()
             failures += 1
-            say(trouble)
+            say(f"{trouble}; it is asked again")
             await asyncio.sleep(_PAUSES.delay_seconds(failures, random.uniform(0.5, 1)))
 
     async def _look(self) -> Statistics:
@@ -157,7 +157,7 @@ class _Screen:
         age_seconds = local_seconds() - self._shown_at
         # A timer calls this too, and nobody hears of it then that the terminal is gone: the next `show` tells.
         with contextlib.suppress(OutputFailed):
-            self._repaint(self._tables, f"of {age_seconds:.0f} s ago, asked for again: {trouble}")
+            self._repaint(self._tables, f"of {age_seconds:.0f} s ago: {trouble}")
 
 
 class _Lines:
@@ -180,5 +180,5 @@ class _Lines:
 
     def say(self, trouble: str) -> None:
         if trouble != self._said:
-            print_error(f"{trouble}; it is asked again")
+            print_error(trouble)
             self._said = trouble
