@@ -54,7 +54,7 @@ def test_a_command_at_the_head_of_a_unit_runs_with_its_user_and_its_environment(
 
 def as_service(lines: dict[str, str]) -> list[str]:
     return [
-        *("systemd-run", "-qGP", "--wait"),
+        *("systemd-run", "-qGtP", "--wait"),
         *("-p", f"User={lines['User']}", "-p", f"EnvironmentFile={lines['EnvironmentFile']}"),
     ]
 
@@ -68,11 +68,12 @@ def by_hand(*arguments: str) -> list[str]:
 
 def test_commands_by_hand_run_as_the_service_does() -> None:
     lines = directives("reliable-worker.service")
-    assert by_hand("jobs", "retry", "--kind", "two words") == [
+    # systemd reads its arguments as it reads ExecStart=: $NAME would be replaced, $$ is a dollar.
+    assert by_hand("jobs", "retry", "--kind", "two words", "--key", "$5 ${DATABASE_URL}") == [
         *as_service(lines)[1:],
         *("-p", f"WorkingDirectory={lines['WorkingDirectory']}"),
         *("-E", f"WORKER_RUNTIME_DIR=/run/{lines['RuntimeDirectory']}"),
-        *(PROGRAM, "jobs", "retry", "--kind", "two words"),
+        *(PROGRAM, "jobs", "retry", "--kind", "two words", "--key", "$$5 $${DATABASE_URL}"),
     ]
 
 

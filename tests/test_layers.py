@@ -29,9 +29,9 @@ FLOORS: dict[int, set[str]] = {
         ),  # the one local clock; what is held, and which of it may share a transaction
     },
     # What is durable, and what is said.
-    1: {"store", "logs", "log_lines", "log_sink", "log_capture", "patience"},
+    1: {"store", "logs", "log_lines", "log_sink", "log_capture", "patience", "cancellation"},
     # One piece of work.
-    2: {"handlers", "job", "attempt", "owntransaction", "builtin"},
+    2: {"handlers", "lifespans", "job", "attempt", "owntransaction", "builtin"},
     # Loops: when things happen.
     3: {
         "pool",
