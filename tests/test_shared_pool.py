@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
 
 from tests.connecting import connected, database
-from tests.servers import Server
+from tests.servers import Server, execute, with_database
 from worker.store.connection import ConnectFailed, is_unavailable
+from worker.store.scraping import ping
 
 CONNECTIONS = """
 SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE $1
@@ -44,6 +46,30 @@ async def test_a_connection_comes_back_clean(server: Server) -> None:
         held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
         assert await connection.fetchval(held) == 0
         assert await connection.fetch("SELECT pg_listening_channels()") == []
+    await pool.close(1)
+
+
+@pytest.mark.parametrize("noticed_by", ["a borrower", "somebody else"])
+async def test_a_connection_to_a_server_that_takes_no_writes_any_more_is_not_handed_on(
+    empty_database_url: str, noticed_by: str
+) -> None:
+    """A primary that was demoted and keeps its connections: behind the same address there is another one by now."""
+    name, server = urlsplit(empty_database_url).path[1:], with_database(empty_database_url, "template1")
+    execute(server, "ALTER DATABASE {} SET default_transaction_read_only = on", name)
+    pool = database(empty_database_url).pool(2)
+    async with pool.acquire(timeout_seconds=2) as one, pool.acquire(timeout_seconds=2):
+        with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
+            await ping(one)
+    execute(server, "ALTER DATABASE {} RESET default_transaction_read_only", name)
+    if noticed_by == "a borrower":
+        with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
+            async with pool.acquire(timeout_seconds=2) as one:
+                await one.execute("CREATE TABLE t ()")
+    else:
+        pool.expire()
+    async with pool.acquire(timeout_seconds=2) as one, pool.acquire(timeout_seconds=2) as other:
+        await ping(one)
+        await ping(other)
     await pool.close(1)
 
 

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import asyncpg
 import pytest
 
 from tests.inprocess import quick, running, seen, works
@@ -18,6 +20,7 @@ from tests.ports import Proxy
 from tests.waiting import await_for, block_loop
 from worker import Handlers, Job, Worker, events
 from worker.clock import local_seconds
+from worker.store import claiming
 
 
 async def test_a_host_that_has_slept_past_the_trust_stops_its_handlers(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +118,47 @@ async def test_a_handler_that_blocks_the_loop_costs_neither_lease_nor_commit(dat
         assert "block_loop" in run.log.find(events.LOOP_BLOCKED)[0]["stack"]
         assert run.log.find(events.LEASE_EXPIRED) == []
     assert len(innocents) == 2
+
+
+async def test_the_stack_of_a_blocked_loop_shows_no_password(database_url: str) -> None:
+    handlers = Handlers()
+
+    @handlers.job("block")
+    async def block(job: Job[object]) -> None:
+        block_loop(3)  # postgresql://app:geheim@db/app
+
+    async with running(database_url, handlers, lease_seconds=1) as run:
+        await run.run("block")
+        stack = (await run.said(events.LOOP_BLOCKED))["stack"]
+    assert "postgresql://app:" in stack
+    assert "geheim" not in stack
+
+
+async def test_what_handlers_are_lent_is_new_once_the_claimer_has_met_a_server_that_takes_no_writes(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A primary that was demoted keeps its connections, and answers questions with what was true then."""
+    handlers, claim, refusals = Handlers(), claiming.claim, [0]
+
+    @handlers.job("pid")
+    async def pid(job: Job[object]) -> int:
+        async with job.connection() as connection:
+            return connection.get_server_pid()
+
+    async def refused(*arguments: Any, **options: Any) -> Any:
+        if refusals:
+            refusals.pop()
+            raise asyncpg.ReadOnlySQLTransactionError("cannot execute UPDATE in a read-only transaction")
+        return await claim(*arguments, **options)
+
+    async with running(database_url, handlers) as run:
+        refusals.clear()
+        first = (await run.run("pid"))["result"]
+        assert (await run.run("pid"))["result"] == first
+        monkeypatch.setattr(claiming, "claim", refused)
+        refusals.append(1)
+        await run.said(events.CLAIM_FAILED)
+        assert (await run.run("pid"))["result"] != first
 
 
 async def test_jobs_beside_a_process_that_is_gone_are_taken_over(database_url: str) -> None:

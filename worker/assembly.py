@@ -164,6 +164,7 @@ def assemble(
 
     def on_trouble() -> None:
         rights.call(the_keeper.poke)
+        connections.expire()
 
     the_committer = Committer(
         database,

@@ -115,12 +115,13 @@ def is_on(event: Event) -> bool:
 def emit(event: Event, /, **fields: object) -> None:
     """Log one event: never raises, never waits.
 
-    An exception given as `exception=` becomes one string with its traceback, given as `error=` its message.
+    An exception given as `exception=` becomes one string with its traceback, given as `error=` its message. Neither these nor a
+    `stack` show a secret.
     """
     output = _output
     if output is not None and _LEVELS[event.level] < output.threshold:
         return
-    if "exception" in fields or "error" in fields:
+    if "exception" in fields or "error" in fields or "stack" in fields:
         _describe_trouble(fields)
     if output is not None:
         output.sink.put(output.render(output.identity, event.level, event.name, fields))
@@ -182,7 +183,7 @@ def loop_exception_handler(loop: asyncio.AbstractEventLoop, context: dict[str, A
 
 
 def _describe_trouble(fields: dict[str, object]) -> None:
-    for name, describe in (("exception", traceback_text), ("error", safe_text)):
+    for name, describe in (("exception", traceback_text), ("error", safe_text), ("stack", safe_text)):
         value = fields.get(name)
         if isinstance(value, BaseException):
             fields[name] = describe(value)

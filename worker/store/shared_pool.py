@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from worker.store.lane import IDLE_SECONDS, MAX_AGE_SECONDS
-from worker.store.trouble import DATABASE_ERRORS
+from worker.store.trouble import DATABASE_ERRORS, is_unavailable, sqlstate
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
@@ -27,6 +27,7 @@ class Pool:
         self._size = size
         self._pool: Any = None
         self._closed = False
+        self._is_stale = False
 
     @contextlib.asynccontextmanager
     async def acquire(self, *, timeout_seconds: float, leave_seconds: float | None = None) -> AsyncIterator[Connection]:
@@ -49,6 +50,9 @@ class Pool:
                 reset=_leave_session if self._database.pooler else None,
             )
         pool = self._pool
+        if self._is_stale:
+            self._is_stale = False
+            await pool.expire_connections()
         try:
             connection = await pool.acquire(timeout=timeout_seconds)
         except TimeoutError:
@@ -62,12 +66,20 @@ class Pool:
             if leave_seconds is not None:
                 release_seconds = min(release_seconds, leave_seconds)
             raise
+        except DATABASE_ERRORS as error:
+            if sqlstate(error) is not None and is_unavailable(error):
+                self.expire()
+            raise
         finally:
             # A connection that cannot be reset is gone; what the block did is not affected by that.
             with contextlib.suppress(*DATABASE_ERRORS):
                 if self._closed or asyncio.get_running_loop().time() - opened_at > MAX_AGE_SECONDS:
                     connection.terminate()
                 await pool.release(connection, timeout=release_seconds)
+
+    def expire(self) -> None:
+        """Hand on no connection that is open now: it may lead to a server that is no primary any more. From any thread."""
+        self._is_stale = True
 
     async def close(self, timeout_seconds: float) -> None:
         """Wait for borrowers and close in peace within the limit, then by force. Raises nothing."""
