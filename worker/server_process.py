@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -70,3 +71,20 @@ def socket_dir_for(data_dir: Path, account: Account) -> Path:
         fresh.rmdir()
         return usual
     return fresh
+
+
+def remove_socket_dir(directory: Path, pgdata: Path) -> None:
+    """Remove what a server left there, and the directory. Only one that is its user's alone, and only those names: where it is was
+    read from a file that the server's user may write, perhaps by root."""
+    with contextlib.suppress(OSError):
+        owner = os.stat(pgdata).st_uid
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            found = os.fstat(opened)
+            if found.st_uid == owner and not found.st_mode & 0o077:
+                for name in (f".s.PGSQL.{PORT}", f".s.PGSQL.{PORT}.lock"):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=opened)
+                directory.rmdir()
+        finally:
+            os.close(opened)
