@@ -290,6 +290,7 @@ async def test_a_thread_whose_job_is_cancelled_is_told_and_fenced(database_url: 
         reasons.append(wait_for(lambda: job.cancel_reason, 20))
         with pytest.raises(LeaseLost):
             job.ensure_lease()
+        reasons.append(wait_for(lambda: job.remaining_seconds() == 0))
 
     async with running(database_url, handlers) as run:
         await run.connection.execute(TABLE)
@@ -300,7 +301,7 @@ async def test_a_thread_whose_job_is_cancelled_is_told_and_fenced(database_url: 
         await await_for(lambda: reasons)
         assert await run.column(APPLIED) == []
         assert (await run.row(id))["state"] == "cancelled"
-    assert reasons == ["cancelled"]
+    assert reasons == ["cancelled", True]
 
 
 async def test_a_handler_is_told_when_another_process_has_taken_its_job(database_url: str) -> None:

@@ -8,14 +8,18 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from psycopg.rows import namedtuple_row
 
 from tests.commands import parse, worker, worker_at_a_terminal
-from tests.lease_rows import Db, row
+from tests.lease_rows import Db, row, take
 from tests.processes import ROOT, environment
+from tests.waiting import wait_for
 
 
 def test_a_lease_is_acquired_renewed_and_released_by_hand(database_url: str, tmp_path: Path) -> None:
@@ -134,6 +138,41 @@ def test_a_lease_whose_fence_nobody_could_be_told_is_given_back(
         assert (lease.live, "ask again" in line) == (True, True)
         again = worker("lease", *wish, directory=tmp_path, DATABASE_URL=database_url)
         assert (again.returncode, str(lease.fence) in again.stdout) == (0, True)
+
+
+def test_a_lease_that_a_rival_takes_right_behind_its_release_was_released(database_url: str, db: Db, tmp_path: Path) -> None:
+    """The rival waits for the table, and has it from the end of the command's transaction on."""
+    mine = take(db, "nightly", "me", 600)
+    db.execute("""
+        CREATE FUNCTION wait_for_the_rival() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0
+            AS $$ BEGIN PERFORM pg_advisory_xact_lock(7); RETURN NULL; END $$;
+        CREATE TRIGGER wait_for_the_rival AFTER UPDATE ON leases
+            FOR EACH ROW WHEN (NEW.released_at IS NOT NULL) EXECUTE FUNCTION wait_for_the_rival();
+        SELECT pg_advisory_lock(7);
+    """)
+
+    def waits(what: str) -> bool:
+        sql = "SELECT FROM pg_stat_activity WHERE wait_event = %s AND datname = current_database()"
+        return db.execute(sql, [what]).fetchone() is not None
+
+    def be_the_rival() -> int:
+        with psycopg.connect(database_url, row_factory=namedtuple_row) as rival:
+            rival.execute("LOCK TABLE leases")
+            return int(take(rival, "nightly").fence)
+
+    release = ("lease", "release", "nightly", "--holder", "me", "--fence", str(mine.fence), "--json")
+    with ThreadPoolExecutor() as threads:
+        try:
+            releasing = threads.submit(worker, *release, directory=tmp_path, DATABASE_URL=database_url)
+            wait_for(lambda: waits("advisory"), 30)
+            rivalling = threads.submit(be_the_rival)
+            wait_for(lambda: waits("relation"), 30)
+        finally:
+            db.execute("SELECT pg_advisory_unlock(7)")
+        result = releasing.result()
+        fence = rivalling.result()
+    assert (result.returncode, json.loads(result.stdout)["state"]) == (0, "released"), result.stderr
+    assert row(db, "nightly").fence == fence > mine.fence
 
 
 def test_what_the_page_about_leases_shows_can_be_typed_in() -> None:

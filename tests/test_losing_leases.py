@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from tests.lease_rows import Db, is_free, is_live, row, steal
 from tests.ports import Proxy
 from tests.waiting import await_for, until_cancelled, wait_for
 from worker import LeaseLost, Leases, events
+from worker.lease_transport import DatabaseTransport
 from worker.leases import HeldLease
+from worker.store.connection import Database
 
 
 async def test_a_lost_lease_cancels_the_block_and_surfaces_as_lease_lost(leases: Leases, db: Db) -> None:
@@ -167,6 +170,27 @@ async def test_the_release_waits_until_the_block_has_really_ended(leases: Leases
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert row(db, "nightly").released_at is not None
+
+
+async def test_what_goes_on_behind_the_block_has_no_lease_any_more(database_url: str, db: Db) -> None:
+    """A thread that nobody has awaited, say. From before the release is sent: then another may have it."""
+    remaining: list[float] = []
+
+    class Releasing(DatabaseTransport):
+        async def release(self, **terms: Any) -> Any:
+            remaining.append(held.remaining_seconds())
+            return await super().release(**terms)
+
+    transport = Releasing(Database(database_url, environ={}))
+    async with Leases(transport=lambda: transport) as leases:
+        async with leases.hold("nightly", ttl_seconds=60) as held:
+            remaining.append(held.remaining_seconds())
+        with pytest.raises(LeaseLost, match="its block has ended") as loss:
+            held.ensure_lease()
+    assert loss.value.reason == "lease_lost"
+    assert remaining[0] > 0
+    assert remaining[1:] == [0]
     assert row(db, "nightly").released_at is not None
 
 

@@ -179,6 +179,26 @@ async def test_who_leaves_leases_while_a_question_has_no_answer_leaves_nothing_a
         proxy.flow()
 
 
+async def test_who_asks_while_leases_is_left_and_the_database_mute_is_told_and_not_cancelled(database_url: str) -> None:
+    """The question ends with the thread. Its CancelledError is nobody's: a TaskGroup would swallow it."""
+    async with Proxy(database_url) as proxy:
+        async with Leases(proxy.dsn) as leases:
+            await hold_once(leases, "warm")
+            await await_for(lambda: not work_of(leases))
+            proxy.go_mute()
+            waiting = asyncio.create_task(hold_once(leases, "nightly", ttl_seconds=60))
+            await await_for(lambda: work_of(leases))
+        with pytest.raises(RuntimeError, match="left meanwhile"):
+            await waiting
+        proxy.flow()
+
+
+def work_of(leases: Leases) -> list[object]:
+    """What the desk is at."""
+    assert leases._desk is not None
+    return list(leases._desk._at_work)
+
+
 def at_work(leases: Leases) -> set[asyncio.Task[Any]]:
     """What has not ended in the thread of the keeper."""
     assert leases._rights is not None

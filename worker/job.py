@@ -137,7 +137,9 @@ class Job(Generic[P]):
     # --- the lease
 
     def remaining_seconds(self) -> float:
-        """How long this attempt may still count on running: the least of its lease's trust and its time-out; at least 0."""
+        """How long this attempt may still run: the least of its lease's trust and its time-out; 0 once it has ended."""
+        if self._held.phase is Phase.FINISHED:
+            return 0.0
         until = self._deadline
         if self._held.phase is not Phase.OWN_TRANSACTION:  # else the keeper moves it on, as long as the row is locked
             until = min(until, self._held.trusted_until)
@@ -146,6 +148,8 @@ class Job(Generic[P]):
     def ensure_lease(self, for_seconds: float = 0) -> None:
         """Raise LeaseLost unless the lease is trusted for that long. Call it right before an external side effect."""
         held = self._held
+        if held.phase is Phase.FINISHED:  # a thread may have outlived its attempt, and the job be somebody else's
+            raise LeaseLost(f"job {self.id}: {held.lost or 'the attempt has ended'}", "lease_lost")
         if held.lost is None and held.phase is Phase.OWN_TRANSACTION and local_seconds() < held.safe_until:
             return
         if (doubt := held.doubt(for_seconds)) is not None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
+from worker.cancellation import is_cancelled
 from worker.clock import local_seconds
 from worker.domain import CancelReason, clean_text
 from worker.errors import LeaseLost
@@ -55,6 +56,8 @@ class HeldLease:
 
     def __init__(self, right: HeldName) -> None:
         self._right = right
+        self._is_over = False
+        """Its block has ended: from before it is released, whatever a renewal under way still says."""
         self.name = right.resource
         self.holder = right.holder
         self.fence = right.fence
@@ -64,15 +67,18 @@ class HeldLease:
         return f"<HeldLease {self.name!r} fence {self.fence}>"
 
     def remaining_seconds(self) -> float:
-        """How long the lease may still be trusted without another renewal; 0 once it is lost."""
-        if self._right.lost is not None:
+        """How long the lease may still be trusted without another renewal; 0 once it is lost or its block has ended."""
+        if self._is_over or self._right.lost is not None:
             return 0.0
         return max(self._right.trusted_until - local_seconds(), 0.0)
 
     def ensure_lease(self, for_seconds: float = 0) -> None:
         """Raise LeaseLost unless the lease is trusted for that long. Call it right before an external side effect."""
-        if (doubt := self._right.doubt(for_seconds)) is not None:
-            raise LeaseLost(f"lease {self.name!r}: {doubt}", _reason(self._right.lost or "lease_untrusted"))
+        doubt, lost = self._right.doubt(for_seconds), self._right.lost
+        if lost is None and self._is_over:
+            doubt, lost = "its block has ended", "lease_lost"
+        if doubt is not None:
+            raise LeaseLost(f"lease {self.name!r}: {doubt}", _reason(lost or "lease_untrusted"))
 
 
 class Leases:
@@ -154,9 +160,9 @@ class Leases:
         """Hold the lease for the block: `async with leases.hold("nightly") as held`.
 
         Entering raises LeaseHeld when somebody else has it for the whole `wait_seconds`, DatabaseUnavailable when there was no
-        answer, RuntimeError when the block stands inside another one that holds the same name, ValueError for terms that are
-        refused (names of 1 to 512 bytes, 1 s to 24 h). Leaving it after a loss raises LeaseLost, unless the block ended by an
-        exception of its own or was cancelled by somebody else.
+        answer, RuntimeError when the block stands inside another one that holds the same name or Leases is left meanwhile,
+        ValueError for terms that are refused (names of 1 to 512 bytes, 1 s to 24 h). Leaving it after a loss raises LeaseLost,
+        unless the block ended by an exception of its own or was cancelled by somebody else.
         """
         metadata_text(metadata)
         asking = Asking(
@@ -186,6 +192,7 @@ class Hold:
         self._leases = leases
         self._asking = asking
         self._right: HeldName | None = None
+        self._held: HeldLease | None = None
         self._task: asyncio.Task[object] | None = None
         self._cancelling_before = 0
         self._has_cancelled = False
@@ -202,21 +209,26 @@ class Hold:
         except asyncio.CancelledError:
             # The answer may be on its way, or may never come: the thread finds out, and gives back what it got.
             self._leases._abandon(self._asking)
+            if not is_cancelled():  # the thread's own has come through: it has ended with the question open
+                raise RuntimeError(f"lease {self._asking.resource!r} was not acquired: Leases has been left meanwhile") from None
             raise
         self._cancelling_before = task.cancelling()
         right.on_lost = functools.partial(self._tell, asyncio.get_running_loop())
         if right.lost is not None:
             right.on_lost(right.lost)
         _held_here.set((*_held_here.get(), self))
-        return HeldLease(right)
+        self._held = held = HeldLease(right)
+        return held
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        right, task = self._right, self._task
+        right, held, task = self._right, self._held, self._task
         assert right is not None
+        assert held is not None
         assert task is not None
         if right.doubt(0) is not None:
             right.lose("lease_untrusted")
         lost = right.lost
+        held._is_over = True
         self._right = None  # from now on nobody cancels
         _held_here.set(tuple(hold for hold in _held_here.get() if hold is not self))
         is_ours = not self._has_cancelled or task.uncancel() <= self._cancelling_before

@@ -155,7 +155,9 @@ def release(
     """End it at once; again with the same fence: the same answer. Exit status 1 when this holder does not have it."""
 
     async def work(connection: Connection, database: Database, settings: Settings) -> Lease | None:
-        return await leases.release(connection, database, resource=name, holder=holder or settings.name, fence=fence)
+        # One transaction: a rival that acquires behind the release would make what was released look as if it had not been held.
+        async with connection.transaction(isolation="read_committed"):
+            return await leases.release(connection, database, resource=name, holder=holder or settings.name, fence=fence)
 
     _answer(name, fence, _asked(embedded, data_dir, work), json)
 
