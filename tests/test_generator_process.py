@@ -7,8 +7,10 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import psycopg
+import psycopg.sql
 import pytest
 from psycopg.rows import namedtuple_row
 
@@ -18,8 +20,12 @@ from tests.processes import below_a_namespace, process_1_of
 from tests.psql import grant
 from tests.roles import role, url_as
 from tests.servers import Server
+from tests.slots import Instance
 from tests.waiting import any_moment, wait_for
 from tests.workplace import Workplace
+from worker.errors import ConfigError
+from worker.generator import Generator
+from worker.store.connection import Lane
 
 # --- stopping
 
@@ -180,6 +186,48 @@ def test_it_runs_with_the_grants_of_the_daemon_alone(fleet: Fleet, server: Serve
         leader = fleet.lead("--rate", "20", DATABASE_URL=url_as(name, fleet.url))
         fleet.wait_for_more(5)
         assert leader.stop() == 0
+
+
+def test_a_grant_that_is_revoked_from_a_running_instance_is_waited_out(fleet: Fleet, server: Server) -> None:
+    """As by a daemon: at a start it is a fault of the configuration, from then on somebody's doing that ends."""
+    with role(server, fleet.url) as name:
+        grant(fleet.url, "daemon", name)
+        url = url_as(name, fleet.url)
+        leader = fleet.lead("--rate", "20", DATABASE_URL=url)
+        rights, own = psycopg.sql.SQL("INSERT, UPDATE ON leases"), psycopg.sql.Identifier(name)
+        fleet.db.execute(psycopg.sql.SQL("REVOKE {} FROM {}").format(rights, own))
+        leader.wait_for_event("generator_lost")
+        wait_for(lambda: any("deploy/grants.sql" in event["error"] for event in leader.find("generator_failed")))
+        assert fleet.run(DATABASE_URL=url).wait() == 78
+        fleet.db.execute(psycopg.sql.SQL("GRANT {} TO {}").format(rights, own))
+        wait_for(lambda: len(leader.find("generator_leader")) == 2)
+        fleet.wait_for_more()
+        assert leader.stop() == 0
+
+
+async def test_an_instance_that_is_refused_the_lease_asks_less_and_less_often(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it may look, so that it seems to be its turn each time."""
+    await instance.db.execute("DELETE FROM leases")
+
+    def refuse() -> NoReturn:
+        raise ConfigError("permission denied")
+
+    waits: list[float] = []
+    lane = Lane(instance.database, "generator")
+    generator = Generator(instance.database, lane, holder="me", hold=refuse, lease_seconds=30, poll_seconds=1, statement_seconds=10)
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 8:
+            generator.stop()
+
+    monkeypatch.setattr(generator, "_wait", wait)
+    await generator.run()
+    await lane.close(1)
+    assert waits[0] < 0.15
+    assert 0.35 < waits[-1] < 1.25
 
 
 def test_it_leaves_a_heartbeat_for_worker_health(fleet: Fleet) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from worker import events, logs
 from worker.clock import local_seconds
-from worker.errors import DatabaseUnavailable, LeaseHeld, LeaseLost
+from worker.errors import ConfigError, DatabaseUnavailable, LeaseHeld, LeaseLost
 from worker.patience import Patience
 from worker.store import generating
 from worker.store.connection import DATABASE_ERRORS, is_unavailable
@@ -97,6 +97,7 @@ class Generator:
         self._lost_at: float | None = None
         self._outage = Patience(events.DATABASE_LOST, longest_seconds=_LONGEST_PAUSE_SECONDS)
         self._trouble = Patience(events.GENERATOR_FAILED, longest_seconds=_LONGEST_PAUSE_SECONDS)
+        self._kept_out = Patience(events.GENERATOR_FAILED, longest_seconds=_LONGEST_PAUSE_SECONDS)
         self._refused = _Tally(events.GENERATOR_FAILED)
         self._skipped = _Tally(events.GENERATOR_SKIPPED)
         self.fence: int | None = None
@@ -117,7 +118,7 @@ class Generator:
         self._lane.drop()
 
     async def run(self) -> None:
-        """Stand by or produce until `stop`. Waits out an absent database; raises ConfigError, anything else is a bug."""
+        """Stand by or produce until `stop`. Waits out a database that is absent or refuses us; whatever this raises is a bug."""
         while not self._stopping.is_set():
             try:
                 pause_seconds = await self._stand_by()
@@ -129,6 +130,9 @@ class Generator:
                 self._say_lost(error.reason)
             except _NOT_NOW as error:
                 pause_seconds = self._wait_out(error)
+            except ConfigError as error:
+                # A password or a grant: at the start a fault of the configuration, from then on somebody's doing that ends.
+                pause_seconds = self._kept_out.delay_seconds(error)
             await self._wait(pause_seconds * random.uniform(0.8, 1.2))
         if self.fence is not None:
             with contextlib.suppress(*DATABASE_ERRORS):
@@ -160,6 +164,7 @@ class Generator:
         async with self._hold() as held:
             self.fence = held.fence
             self._said = None
+            self._kept_out.reset()
             logs.emit(events.GENERATOR_LEADER, fence=held.fence)
             try:
                 await self._produce_on(held)
