@@ -17,6 +17,7 @@ from tests.task_clients import HELD, client
 from worker import LeaseLost, Leases, TaskClient
 from worker.clock import local_seconds
 from worker.errors import ConfigError
+from worker.http_calls import Answer
 from worker.task_calls import RemoteTask
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left_behind")
@@ -59,6 +60,50 @@ async def test_what_is_refused_is_a_value_error_that_names_it(served: Served, qu
             await tasks.enqueue("k", float("nan"))
         with pytest.raises(TypeError, match="kinds"):
             await tasks.claim(queue=queue, kinds="resize")  # it would be read as six kinds of one letter
+
+
+@pytest.mark.parametrize("verb", ["complete", "fail", "release"])
+async def test_a_task_whose_end_may_have_been_told_is_trusted_no_more(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Whoever goes on behind it, a thread say: another may have the task by now, and no late heartbeat brings it back."""
+    remaining: list[float] = []
+
+    async def lose(_method: str, path: str, *_: object, **__: object) -> Answer:
+        if path.endswith("/heartbeat"):
+            return Answer(202, {"expires_in_ms": 60_000})
+        remaining.append(task.remaining_seconds())
+        raise ConnectionError("no answer")
+
+    async with TaskClient("http://127.0.0.1:9") as tasks:
+        monkeypatch.setattr(tasks._calls, "call", lose)
+        task = RemoteTask(**HELD, lease_seconds=60, trusted_until=local_seconds() + 50)
+        with pytest.raises(ConnectionError):
+            await getattr(tasks, verb)(task, *(["late"] if verb == "fail" else []))
+        await tasks.heartbeat(task)
+        with pytest.raises(LeaseLost, match="its end has been told") as loss:
+            task.ensure_lease()
+    assert remaining == [0]
+    assert task.remaining_seconds() == 0
+    assert loss.value.reason == "lease_lost"
+
+
+async def test_an_end_that_was_refused_or_never_sent_leaves_the_task_as_it_was(served: Served, queue: str) -> None:
+    served.add(queue=queue)
+    async with client(served) as tasks, TaskClient("http://127.0.0.1:9", timeout_seconds=1) as nowhere:
+        task = await tasks.claim(queue=queue, lease_seconds=600)
+        assert task is not None
+        with pytest.raises(ConnectionError):
+            await nowhere.complete(task)
+        task.ensure_lease()
+        with pytest.raises(ValueError, match="too large"):
+            await tasks.complete(task, "x" * 2**21)
+        task.ensure_lease()
+        await tasks.release(task)
+        with pytest.raises(LeaseLost):
+            task.ensure_lease()
+        with pytest.raises(ValueError, match="NaN"):
+            await tasks.complete(task, float("nan"))
+        with pytest.raises(LeaseLost):
+            task.ensure_lease()
 
 
 async def test_a_wrong_token_is_a_matter_of_configuration(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,17 +86,93 @@ async def test_a_client_that_is_stopped_tells_what_has_ended(served: Served, que
     assert (served.job(id).state, served.job(id).result) == ("succeeded", "done")
 
 
+async def test_a_handler_that_ends_its_work_when_its_client_is_stopped_has_done_it(served: Served, queue: str) -> None:
+    """As for the daemon: giving it back would do it twice."""
+    id = served.add(queue=queue)
+    started = asyncio.Event()
+
+    async def handler(task: RemoteTask) -> object:
+        started.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await until_cancelled()
+        return "done"
+
+    async with client(served) as tasks:
+        running = asyncio.create_task(tasks.run_one(handler, queue=queue, lease_seconds=60))
+        await started.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert (served.job(id).state, served.job(id).result) == ("succeeded", "done")
+
+
+async def test_a_handler_that_fails_when_its_client_is_stopped_has_used_no_attempt(served: Served, queue: str) -> None:
+    id = served.add(queue=queue)
+    started = asyncio.Event()
+
+    async def handler(task: RemoteTask) -> object:
+        started.set()
+        try:
+            await until_cancelled()
+        finally:
+            raise ValueError("its file is half written")
+
+    async with client(served) as tasks:
+        running = asyncio.create_task(tasks.run_one(handler, queue=queue, lease_seconds=60))
+        await started.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert (served.job(id).state, served.job(id).attempts) == ("ready", 0)
+
+
+async def test_a_client_that_is_stopped_gives_back_also_at_the_second_try_and_keeps_the_lease_until_then(
+    served: Served, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is busy for a moment costs no attempt."""
+    id = served.add(queue=queue)
+    started, kept, refused = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def handler(task: RemoteTask) -> object:
+        started.set()
+        await until_cancelled()
+
+    async with client(served) as tasks:
+        call = tasks._calls.call
+
+        async def busy(method: str, path: str, *more: object, **fields: object) -> Answer:
+            if path.endswith("/release") and not kept.is_set():
+                refused.set()
+                raise ConnectionError("503 busy")
+            answer = await call(method, path, *more, **fields)  # type: ignore[arg-type]
+            if path.endswith("/heartbeat") and refused.is_set():
+                kept.set()
+            return answer
+
+        monkeypatch.setattr(tasks._calls, "call", busy)
+        running = asyncio.create_task(tasks.run_one(handler, queue=queue, lease_seconds=4))
+        await started.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert kept.is_set()
+    assert (served.job(id).state, served.job(id).attempts) == ("ready", 0)
+
+
 async def test_a_client_that_is_stopped_gives_back_what_it_is_claiming(
     served: Served, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has given the task away, and the answer is on its way."""
+    """The server has given the task away, and the answer is on its way; then it is busy for a moment."""
     id = served.add(queue=queue)
-    given, arrives = asyncio.Event(), asyncio.Event()
+    given, arrives, refused = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async with client(served) as tasks:
         call = tasks._calls.call
 
         async def slow(method: str, path: str, *more: object, **fields: object) -> Answer:
+            if path.endswith("/release") and not refused.is_set():
+                refused.set()
+                raise ConnectionError("503 busy")
             answer = await call(method, path, *more, **fields)  # type: ignore[arg-type]
             if path.endswith("/next"):
                 given.set()

@@ -22,6 +22,7 @@ from worker.domain import Lease, clean_text
 from worker.errors import ConfigError, LeaseLost
 from worker.http_calls import Answer, HttpCalls, delay_seconds
 from worker.lease_terms import HOST_CHARACTERS, MAX_HOLDER_BYTES, check_name
+from worker.store.trouble import ConnectFailed
 
 LEASE_SECONDS = 30.0
 _MARGIN_SHARE = 0.1
@@ -47,18 +48,21 @@ class RemoteTask:
     """Local moment; moved on by the heartbeat."""
     lost: str | None = None
     """Why the lease is over, once it is."""
+    is_told: bool = False
+    """Whether its end is on its way or has been told: by then somebody else may have it, heartbeat or not."""
 
     def remaining_seconds(self) -> float:
-        """How long the lease may still be trusted without another heartbeat; 0 once it is lost."""
-        return 0.0 if self.lost is not None else max(self.trusted_until - local_seconds(), 0.0)
+        """How long the lease may still be trusted without another heartbeat; 0 once it is lost, or its end is told."""
+        return 0.0 if self.is_told or self.lost is not None else max(self.trusted_until - local_seconds(), 0.0)
 
     def ensure_lease(self, for_seconds: float = 0) -> None:
         """Raise LeaseLost unless the lease is trusted for that long. Call it right before an external side effect."""
         remaining = self.remaining_seconds()
         if remaining <= 0 or remaining < for_seconds:
-            nobody_knows = self.lost in (None, "lease_untrusted")
+            lost = self.lost or ("its end has been told" if self.is_told else None)
+            nobody_knows = lost in (None, "lease_untrusted")
             reason: Literal["lease_lost", "lease_untrusted"] = "lease_untrusted" if nobody_knows else "lease_lost"
-            raise LeaseLost(f"task {self.id}: {self.lost or f'trusted for {remaining:.1f} s only'}", reason)
+            raise LeaseLost(f"task {self.id}: {lost or f'trusted for {remaining:.1f} s only'}", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +160,18 @@ class TaskCalls:
                 async with asyncio.timeout(self._calls.timeout_seconds):
                     answer = await asking
                     if answer.status == 200:
-                        await self.release(self._task(answer.body, wish.lease_seconds, sent_at))
+                        await self._give_back(self._task(answer.body, wish.lease_seconds, sent_at))
             raise
+
+    async def _give_back(self, task: RemoteTask) -> None:
+        """Release, again and again until there is an answer: the limit is the caller's."""
+        failures = 0
+        while True:
+            try:
+                return await self.release(task)
+            except ConnectionError:
+                failures += 1
+                await asyncio.sleep(delay_seconds(failures))
 
     async def heartbeat(self, task: RemoteTask) -> None:
         """Renew once. Raises LeaseLost when the server says that it is over, ConnectionError when nothing is known."""
@@ -168,15 +182,23 @@ class TaskCalls:
 
     async def complete(self, task: RemoteTask, output: object = None) -> None:
         """The attempt succeeded. Raises LeaseLost when it no longer counts, ValueError for an output that cannot be stored."""
-        await self._tell(task, "complete", {"output": output})
+        await self._tell_end(task, "complete", {"output": output})
 
     async def fail(self, task: RemoteTask, error: str) -> None:
         """The attempt failed: again later, or dead on the last one."""
-        await self._tell(task, "fail", {"error": clean_text(error[-_ERROR_CHARACTERS:], _ERROR_CHARACTERS)})
+        await self._tell_end(task, "fail", {"error": clean_text(error[-_ERROR_CHARACTERS:], _ERROR_CHARACTERS)})
 
     async def release(self, task: RemoteTask) -> None:
         """Give it back, attempt refunded."""
-        await self._tell(task, "release")
+        await self._tell_end(task, "release")
+
+    async def _tell_end(self, task: RemoteTask, verb: str, more: Mapping[str, object] | None = None) -> None:
+        was_told, task.is_told = task.is_told, True
+        try:
+            await self._tell(task, verb, more)
+        except (ConnectFailed, ConfigError, TypeError, ValueError):  # not sent, or refused: nothing has come of it
+            task.is_told = was_told
+            raise
 
     async def _tell(
         self, task: RemoteTask, verb: str, more: Mapping[str, object] | None = None, *, seconds: float | None = None

@@ -106,7 +106,8 @@ class TaskClient(TaskCalls):
     async def attempt(self, task: RemoteTask, handler: Handler) -> Ended:
         """Run the handler under the lease of `task`, and tell the server how it ended.
 
-        When the caller is cancelled the handler is cancelled too, and the task given back; what has ended by then is still told.
+        When the caller is cancelled the handler is cancelled too, and the task given back; what has ended by then, or returns all
+        the same, is still told.
         """
         working = asyncio.create_task(_run(handler, task), name=f"task {task.id}")
         keeping = asyncio.create_task(self._keep(task, working), name=f"heartbeat {task.id}")
@@ -114,11 +115,11 @@ class TaskClient(TaskCalls):
             try:
                 await asyncio.wait({working})
             except asyncio.CancelledError:
-                if working.cancel():
+                if was_working := working.cancel():
                     await asyncio.wait({working})
-                    keeping.cancel()
-                    await self._in_time(self.release(task))
-                else:  # it has ended in the same moment
+                if was_working and (working.cancelled() or working.exception() is not None):
+                    await self._in_time(self._give_back(task))
+                else:  # it has ended in the same moment, or has done its work all the same
                     await self._in_time(self._finish(task, working))
                 raise
             telling = asyncio.create_task(self._finish(task, working), name=f"end of task {task.id}")
@@ -178,7 +179,7 @@ class TaskClient(TaskCalls):
                 if local_seconds() >= task.trusted_until:
                     task.lost = "lease_untrusted"
                 else:
-                    async with asyncio.timeout(task.remaining_seconds()):
+                    async with asyncio.timeout(task.trusted_until - local_seconds()):  # also while its end is told
                         await self.heartbeat(task)
                     pause_seconds, failures = renew_in_seconds(task), 0
             except LeaseLost:
