@@ -53,14 +53,6 @@ def test_a_head_that_is_just_too_large_hears_why(served: Served) -> None:
         assert read_all(one).startswith(b"HTTP/1.1 431 ")
 
 
-def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
-    with connection(served) as one:
-        one.sendall(head("GET", "/healthz") * 20 + head("GET", "/nowhere", "Connection: close"))
-        answer = read_all(one)
-    assert answer.count(b"HTTP/1.1 200 OK") == 20
-    assert answer.rpartition(b"HTTP/1.1 ")[2].startswith(b"404")
-
-
 @pytest.mark.parametrize("pause_seconds", [0, 0.1], ids=["in_one_piece", "in_two"])
 def test_a_client_that_offers_to_go_on_in_http_2_is_served_as_if_it_had_not(
     served: Served, queue: str, pause_seconds: float
