@@ -47,6 +47,7 @@ _HARD_EXIT_BEFORE_SECONDS = 0.2
 _LAST_MINUTE_SECONDS = 1.0
 """So long before that, or a quarter of the budget, what waits behind a blocked loop is given back."""
 _TURN_SECONDS = 0.1
+_LET_GO_SECONDS = 0.1
 _CLOSE_SECONDS = 0.3
 """For what handlers have left behind: tasks, threads, generators."""
 
@@ -175,31 +176,51 @@ async def _serve(
         lease_seconds=settings.lease_seconds,
         schema=settings.schema_name,
     )
-    if migrate:
-        health = HealthFile(settings.runtime_dir, process_id)
-        try:
-            async with seen_alive(health, process_id=process_id, version=VERSION):
-                await _migrate(settings, notifier)
-        finally:
-            health.remove()
-    with signals.heard_by(worker, notifier), beside(worker):
+    with beside(worker):
+        if migrate:
+            health = HealthFile(settings.runtime_dir, process_id)
+            try:
+                async with seen_alive(health, process_id=process_id, version=VERSION):
+                    if not await _migrate(settings, notifier, signals):
+                        return 0
+            finally:
+                health.remove()
+        await _work(worker, notifier, signals)
+    return worker.status
+
+
+async def _work(worker: Worker, notifier: Notifier, signals: _Signals) -> None:
+    """Until the worker has stopped; does not return when something of it has not."""
+    with signals.heard_by(worker, notifier):
         await worker.start()
         if not worker.is_stopping:
             notifier.ready()
         await worker.wait_stopped()
         if worker.has_deaf:  # the rest would only wait for it
             ending.end_now(worker.status)
-    return worker.status
 
 
-async def _migrate(settings: Settings, notifier: Notifier) -> None:
+async def _migrate(settings: Settings, notifier: Notifier, signals: _Signals) -> bool:
+    """False: a stop signal came first."""
     database = Database(
         settings.database_url.get_secret_value() if settings.database_url else None,
         schema=settings.schema_name,
         connect_timeout_seconds=settings.connect_timeout_seconds,
         pooler=settings.pooler is not None,
     )
-    await reach_database(lambda: apply_schema(database), wait_seconds=settings.connect_wait_seconds, on_waiting=notifier.waiting)
+    reaching = reach_database(
+        lambda: apply_schema(database), wait_seconds=settings.connect_wait_seconds, on_waiting=notifier.waiting
+    )
+    migrating = asyncio.create_task(reaching, name="migrate")
+    with signals.noted() as stop:
+        await asyncio.wait({migrating, stop}, return_when=asyncio.FIRST_COMPLETED)
+        migrating.cancel()
+        await asyncio.wait({migrating}, timeout=_LET_GO_SECONDS)
+    if signals.came_early:
+        migrating.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody asks for it any more
+        return False
+    await migrating
+    return True
 
 
 class _Signals(StopSignals):

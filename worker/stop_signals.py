@@ -30,6 +30,28 @@ class StopSignals:
         self.came_early = True
         raise Stopped(0)
 
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[asyncio.Future[None]]:
+        """During the block a stop signal ends this future, and raises nothing: what runs beside is to be left in order."""
+        loop = asyncio.get_running_loop()
+        stop = loop.create_future()
+
+        def end() -> None:
+            if not stop.done():
+                stop.set_result(None)
+
+        def received(*_: object) -> None:
+            self.came_early = True
+            loop.call_soon_threadsafe(end)
+
+        for number in self.numbers:
+            signal.signal(number, received)
+        try:
+            yield stop
+        finally:
+            for number in self.numbers:
+                signal.signal(number, self._stop_early)
+
     def ignore(self) -> None:
         """To the end: one more signal must not change the exit status (the interpreter, as it ends, gives a signal with a handler
         its default back)."""

@@ -25,7 +25,7 @@ _NOT_OURS = {errno.EACCES, errno.EPERM, *_NOT_HERE}
 
 
 def bind(host: str, port: int, tokens: Tokens) -> list[socket.socket]:
-    """A socket for each address of the host; port 0 finds one that is free.
+    """A listening socket for each address of the host; port 0 finds one that is free.
 
     Raises ConfigError for an address that cannot be had, PortTaken for one that somebody has, OSError for want of means.
     """
@@ -44,6 +44,7 @@ def bind(host: str, port: int, tokens: Tokens) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.bind((address, bound[0].getsockname()[1] if bound else port))
+            one.listen(BACKLOG)  # until somebody listens, others can be bound to it as well
         except OSError as error:
             one.close()
             refused = error
