@@ -87,6 +87,60 @@ async def test_ensure_lease_raises_unless_the_lease_is_trusted_that_long(databas
     assert len(heard) == 2
 
 
+@pytest.mark.parametrize("kind", ["thread", "thread of a coroutine"])
+async def test_a_thread_that_outlives_its_attempt_is_told_that_the_lease_is_gone(database_url: str, kind: str) -> None:
+    """The trust in it would last for long, but another attempt holds the job."""
+    handlers, told, is_second = Handlers(), threading.Event(), threading.Event()
+
+    def work(job: Job[object]) -> None:
+        if job.attempt == 1:
+            assert is_second.wait(20)
+            with pytest.raises(LeaseLost, match="the attempt has ended"):
+                job.ensure_lease()
+            told.set()
+        else:
+            job.ensure_lease()
+            is_second.set()
+            assert told.wait(20)
+
+    handlers.job("thread", timeout_seconds=0.2 if kind == "thread" else 60)(work)
+
+    @handlers.job("thread of a coroutine")
+    async def works_in_a_thread(job: Job[object]) -> None:
+        async with asyncio.timeout(0.2 if job.attempt == 1 else None):
+            await asyncio.to_thread(work, job)
+
+    async with running(database_url, handlers, lease_seconds=60) as run:
+        id = await run.enqueue(kind)
+        await await_for(told.is_set)
+        await run.said(events.JOB_FAILED, job_id=id)
+
+
+async def test_a_job_is_its_handlers_until_that_has_ended_also_behind_its_transaction(database_url: str) -> None:
+    handlers, jobs = Handlers(), []
+
+    @handlers.job("plain")
+    async def plain(job: Job[object]) -> None:
+        jobs.append(job)
+
+    @handlers.job("own")
+    async def own(job: Job[object]) -> None:
+        async with job.transaction():
+            job.ensure_lease(5)
+        job.ensure_lease(5)
+        assert job.remaining_seconds() > 5
+        jobs.append(job)
+
+    async with running(database_url, handlers, lease_seconds=60) as run:
+        for kind in ("plain", "own"):
+            assert (await run.run(kind))["state"] == "succeeded"
+    assert len(jobs) == 2
+    for job in jobs:
+        with pytest.raises(LeaseLost, match="the attempt has ended"):
+            job.ensure_lease()
+        assert job.remaining_seconds() == 0
+
+
 async def test_a_lease_lost_raised_by_a_handler_that_still_has_it_is_a_failure(database_url: str) -> None:
     handlers = Handlers()
 

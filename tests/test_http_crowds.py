@@ -7,16 +7,18 @@ import contextlib
 import json
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from tests.raw_requests import all_is_taken_in, frozen_backends, raw_request, thaw
 from tests.serving import Served
-from tests.waiting import await_for, until_cancelled, wait_for
+from tests.waiting import await_for, block_loop, until_cancelled, wait_for
 from worker.api.claims import Claims
 from worker.api.coalescing import QUEUE, Coalescer, Waiting
 from worker.api.problems import Problem
@@ -133,6 +135,38 @@ async def test_where_surveys_are_slow_claims_go_on_from_where_they_were(database
         await lane.close(1)
 
 
+async def test_a_task_whose_caller_is_cancelled_before_it_wakes_up_goes_back(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stay claimed for its whole lease, and nobody knew."""
+    database = Database(database_url, environ={})
+    lane = Lane(database, task_claiming.ROLE, settings=CLAIM_SETTINGS)
+    connection = await lane.get()
+    id = await connection.fetchval("INSERT INTO jobs (payload) VALUES ('1') RETURNING id")
+    given_back: list[int] = []
+    claims = Claims(
+        database, lane, claim_timeout_seconds=2, limit_seconds=20, give_back=lambda task, owner: given_back.append(task.id)
+    )
+    loop = asyncio.create_task(claims.run())
+    asked = asyncio.create_task(claims.next(processor="p", queue="default", kinds=None, lease_seconds=60, request_id=None))
+    answer = Waiting.answer
+
+    def answer_too_late(self: Waiting[Any, Any], what: Any) -> bool:
+        told = answer(self, what)
+        asked.cancel()
+        return told
+
+    monkeypatch.setattr(Waiting, "answer", answer_too_late)
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.wait({asked})
+        assert asked.cancelled()
+        assert given_back == [id]
+    finally:
+        loop.cancel()
+        await lane.close(1)
+
+
 # --- the line in which they wait
 
 
@@ -150,6 +184,24 @@ async def test_a_full_queue_is_refused_at_once_and_a_slow_answer_after_its_time(
     assert not loop.done()
     loop.cancel()
     await asyncio.wait({loop})
+
+
+def test_an_answer_that_came_in_time_is_given_although_the_time_is_over_when_its_caller_wakes_up() -> None:
+    async def race() -> str:
+        async def work(batch: Sequence[Waiting[str, str]]) -> None:
+            for one in batch:
+                assert one.answer("answer")
+            block_loop(0.2)  # this loop looks at its timers first then, at who has been answered afterwards
+
+        line: Coalescer[str, str] = Coalescer(work, most=2, limit_seconds=0.1)
+        loop = asyncio.create_task(line.run())
+        try:
+            return await line.ask("wish")
+        finally:
+            loop.cancel()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(race()) == "answer"
 
 
 async def test_groups_take_turns_and_what_nobody_waits_for_is_left_out() -> None:

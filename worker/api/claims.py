@@ -92,7 +92,11 @@ class Claims:
         self._claim_timeout_seconds = claim_timeout_seconds
         self._give_back = give_back
         self._coalescer: Coalescer[Call, Grant | None] = Coalescer(
-            self._serve, most=MOST, limit_seconds=limit_seconds, group_of=lambda call: (call.queue, call.kinds)
+            self._serve,
+            most=MOST,
+            limit_seconds=limit_seconds,
+            group_of=lambda call: (call.queue, call.kinds),
+            hand_back=lambda grant: grant.refuse() if grant else None,
         )
         self.run: Callable[[], Coroutine[object, object, None]] = self._coalescer.run
         self._connection: Connection | None = None

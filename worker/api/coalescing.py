@@ -50,6 +50,7 @@ class Coalescer(Generic[W, A]):
     """Hands waiting requests to `work`, at most `most` of one group at a time, groups in turn.
 
     `work` answers each of them. If it raises a database error, all that wait are refused: they would meet the same one.
+    `hand_back` gets an answer whose caller was cancelled before it woke up to it.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class Coalescer(Generic[W, A]):
         limit_seconds: float,
         group_of: Callable[[W], Hashable] = lambda _: None,
         bytes_of: Callable[[W], int] = lambda _: 0,
+        hand_back: Callable[[A], object] = lambda _: None,
     ) -> None:
         self._work = work
         self._most = most
         self._limit_seconds = limit_seconds
         self._group_of = group_of
         self._bytes_of = bytes_of
+        self._hand_back = hand_back
         self._groups: OrderedDict[Hashable, deque[Waiting[W, A]]] = OrderedDict()
         self._waiting = 0
         self._signal = asyncio.Event()
@@ -79,7 +82,14 @@ class Coalescer(Generic[W, A]):
             async with asyncio.timeout(self._limit_seconds):
                 return await future
         except TimeoutError:
-            raise overloaded() from None
+            # It may be answered already, and only not have had its turn since.
+            if future.cancelled():
+                raise overloaded() from None
+            return future.result()
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._hand_back(future.result())
+            raise
 
     def _put(self, wish: W) -> asyncio.Future[A]:
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()

@@ -115,7 +115,7 @@ def add_lease_routes(app: FastAPI, api: Api) -> None:
         async with api.transaction() as connection:
             return _held(await leases.release(connection, api.database, **dict(chosen)))
 
-    @app.get("/api/leases/{id:int}", tags=["leases"], response_model=models.Lease, responses=NOT_FOUND, summary="One lease")
+    @app.get("/api/leases/{id:id}", tags=["leases"], response_model=models.Lease, responses=NOT_FOUND, summary="One lease")
     async def show(id: Id) -> Response:
         async with api.connection() as connection:
             lease = await leases.get(connection, api.database, id=id)
@@ -124,7 +124,7 @@ def add_lease_routes(app: FastAPI, api: Api) -> None:
         return lease_response(lease, 200)
 
     @app.delete(
-        "/api/leases/{id:int}", tags=["leases"], response_model=models.Lease, responses=_NOT_HELD, summary="Release, by its id"
+        "/api/leases/{id:id}", tags=["leases"], response_model=models.Lease, responses=_NOT_HELD, summary="Release, by its id"
     )
     async def release_by_id(
         id: Id, query: Annotated[models.EndLeaseQuery, Query()], body: Annotated[models.EndLease | None, Body()] = None

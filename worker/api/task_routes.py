@@ -77,7 +77,7 @@ def add_task_routes(app: FastAPI, api: Api) -> None:
         task, created = await _enqueue(api, job)
         return task_response(task, 201 if created else 200)
 
-    @app.get("/api/tasks/{id:int}", tags=["tasks"], response_model=models.Task, responses=NOT_FOUND, summary="One task")
+    @app.get("/api/tasks/{id:id}", tags=["tasks"], response_model=models.Task, responses=NOT_FOUND, summary="One task")
     async def show(id: Id) -> Response:
         async with api.connection() as connection:
             task = await tasks.get(connection, api.database, id=id)
@@ -113,7 +113,7 @@ def add_task_routes(app: FastAPI, api: Api) -> None:
         return task_response(await api.outcomes.end(ending), 202)
 
     @app.put(
-        "/api/tasks/{id:int}/heartbeat",
+        "/api/tasks/{id:id}/heartbeat",
         tags=["tasks"],
         status_code=202,
         response_model=models.Task,
@@ -125,7 +125,7 @@ def add_task_routes(app: FastAPI, api: Api) -> None:
         return task_response(await api.heartbeats.renew(Beat(id, body.fence, f"{OWNER_PREFIX}{body.processor}")), 202)
 
     @app.put(
-        "/api/tasks/{id:int}/complete",
+        "/api/tasks/{id:id}/complete",
         tags=["tasks"],
         status_code=202,
         response_model=models.Task,
@@ -137,7 +137,7 @@ def add_task_routes(app: FastAPI, api: Api) -> None:
         return await end("complete", id, body, Succeeded(result=result, effects=()))
 
     @app.put(
-        "/api/tasks/{id:int}/fail",
+        "/api/tasks/{id:id}/fail",
         tags=["tasks"],
         status_code=202,
         response_model=models.Task,
@@ -148,7 +148,7 @@ def add_task_routes(app: FastAPI, api: Api) -> None:
         return await end("fail", id, body, remote_failure(body.error))
 
     @app.put(
-        "/api/tasks/{id:int}/release",
+        "/api/tasks/{id:id}/release",
         tags=["tasks"],
         status_code=202,
         response_model=models.Task,
