@@ -17,7 +17,7 @@ import pytest
 
 from tests.inprocess import quick, running, seen, works
 from tests.ports import Proxy
-from tests.waiting import await_for, block_loop
+from tests.waiting import await_for, block_loop, until_cancelled
 from worker import Handlers, Job, Worker, events
 from worker.clock import local_seconds
 from worker.store import claiming
@@ -138,7 +138,8 @@ async def test_what_handlers_are_lent_is_new_once_the_claimer_has_met_a_server_t
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A primary that was demoted keeps its connections, and answers questions with what was true then."""
-    handlers, claim, refusals = Handlers(), claiming.claim, [0]
+    handlers, claim, started = Handlers(), claiming.claim, asyncio.Event()
+    refusals: list[int] = []
 
     @handlers.job("pid")
     async def pid(job: Job[object]) -> int:
@@ -151,10 +152,18 @@ async def test_what_handlers_are_lent_is_new_once_the_claimer_has_met_a_server_t
             raise asyncpg.ReadOnlySQLTransactionError("cannot execute UPDATE in a read-only transaction")
         return await claim(*arguments, **options)
 
+    @handlers.job("long")
+    async def long(job: Job[object]) -> None:
+        started.set()
+        await until_cancelled()
+
     async with running(database_url, handlers) as run:
-        refusals.clear()
         first = (await run.run("pid"))["result"]
-        assert (await run.run("pid"))["result"] == first
+        id = await run.enqueue("long")
+        await started.wait()
+        await run.value("SELECT cancel_job($1)", id)
+        await run.said(events.JOB_ABANDONED, job_id=id, reason="cancelled")
+        assert (await run.run("pid"))["result"] == first, "a cancellation is no trouble with the database"
         monkeypatch.setattr(claiming, "claim", refused)
         refusals.append(1)
         await run.said(events.CLAIM_FAILED)

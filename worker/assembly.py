@@ -244,7 +244,7 @@ def assemble(
         answer_seconds=of.query_timeout_seconds,
         delivers=not listen_database.pooler,
         on_jobs=lambda queue: the_claimer.wake(queue=queue),
-        on_cancel=on_trouble,
+        on_cancel=lambda: rights.call(the_keeper.poke),
     )
     watch = Watch(
         process_id=process_id,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+from worker.clock import local_seconds
 from worker.store.lane import IDLE_SECONDS, MAX_AGE_SECONDS
 from worker.store.trouble import DATABASE_ERRORS, is_unavailable, sqlstate
 
@@ -27,7 +28,7 @@ class Pool:
         self._size = size
         self._pool: Any = None
         self._closed = False
-        self._is_stale = False
+        self._stale_before = 0.0
 
     @contextlib.asynccontextmanager
     async def acquire(self, *, timeout_seconds: float, leave_seconds: float | None = None) -> AsyncIterator[Connection]:
@@ -50,14 +51,7 @@ class Pool:
                 reset=_leave_session if self._database.pooler else None,
             )
         pool = self._pool
-        if self._is_stale:
-            self._is_stale = False
-            await pool.expire_connections()
-        try:
-            connection = await pool.acquire(timeout=timeout_seconds)
-        except TimeoutError:
-            what = f"none of the {self._size} connections of the pool was to be had within {timeout_seconds:g} s"
-            raise TimeoutError(what) from None
+        connection = await self._borrow(timeout_seconds)
         opened_at = connection.opened_at
         release_seconds = self._database.limits.statement_timeout_seconds
         try:
@@ -73,13 +67,13 @@ class Pool:
         finally:
             # A connection that cannot be reset is gone; what the block did is not affected by that.
             with contextlib.suppress(*DATABASE_ERRORS):
-                if self._closed or asyncio.get_running_loop().time() - opened_at > MAX_AGE_SECONDS:
+                if self._closed or local_seconds() - opened_at > MAX_AGE_SECONDS:
                     connection.terminate()
                 await pool.release(connection, timeout=release_seconds)
 
     def expire(self) -> None:
         """Hand on no connection that is open now: it may lead to a server that is no primary any more. From any thread."""
-        self._is_stale = True
+        self._stale_before = local_seconds()
 
     async def close(self, timeout_seconds: float) -> None:
         """Wait for borrowers and close in peace within the limit, then by force. Raises nothing."""
@@ -89,9 +83,24 @@ class Pool:
                 async with asyncio.timeout(timeout_seconds):
                     await self._pool.close()
 
+    async def _borrow(self, timeout_seconds: float) -> Any:
+        until = local_seconds() + timeout_seconds
+        while True:
+            try:
+                connection = await self._pool.acquire(timeout=max(until - local_seconds(), 0.001))
+            except TimeoutError:
+                what = f"none of the {self._size} connections of the pool was to be had within {timeout_seconds:g} s"
+                raise TimeoutError(what) from None
+            if connection.opened_at >= self._stale_before:
+                return connection
+            # Not `expire_connections`: that says goodbye in the background, without a limit, to a server that may be gone.
+            connection.terminate()
+            await self._pool.release(connection)
+
     async def _connect(self, *_arguments: object, **_keywords: object) -> Connection:
+        opened_at = local_seconds()
         connection = await self._database.connect("pool")
-        connection.opened_at = asyncio.get_running_loop().time()
+        connection.opened_at = opened_at
         return connection
 
 
