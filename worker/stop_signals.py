@@ -49,8 +49,11 @@ class StopSignals:
         try:
             yield stop
         finally:
-            for number in self.numbers:
-                signal.signal(number, self._stop_early)
+            if self.came_early:
+                self.ignore()  # it stops already: what is left in order must not be broken off
+            else:
+                for number in self.numbers:
+                    signal.signal(number, self._stop_early)
 
     def ignore(self) -> None:
         """To the end: one more signal must not change the exit status (the interpreter, as it ends, gives a signal with a handler

@@ -206,7 +206,9 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(seconds, self._too_slow)
 
     def _too_slow(self) -> None:
-        if not self.transport.is_closing():
+        if self.pipeline and self.flow.read_paused:
+            self._set_deadline(REQUEST_SECONDS)  # it is we who do not read: those before it have to be answered first
+        elif not self.transport.is_closing():
             self.transport.close()
 
     def _clear_deadline(self) -> None:
