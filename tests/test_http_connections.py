@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.hostile_clients import connection, head, read_all, still_serves
+from tests.processes import open_sockets
 from tests.serving import TOKEN, Served
 from tests.waiting import await_for, wait_for, wait_while
 from worker.api import connections
@@ -76,7 +75,7 @@ def test_answers_that_nobody_reads_are_dropped(served: Served, queue: str) -> No
     for _ in range(12):
         served.add(queue=queue, payload="x" * 1_000_000)
     assert still_serves(served)
-    before = sockets(served) + 4  # and the connections of its pool
+    before = len(open_sockets(served.process.pid)) + 4  # and the connections of its pool
     answered = len(served.process.find("http_request", route="/api/tasks"))
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(connection(served)) for _ in range(40)]
@@ -84,17 +83,8 @@ def test_answers_that_nobody_reads_are_dropped(served: Served, queue: str) -> No
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             one.sendall(head("GET", "/api/tasks?limit=12"))
         wait_for(lambda: len(served.process.find("http_request", route="/api/tasks")) >= answered + 40, 60)
-        wait_for(lambda: sockets(served) <= before + MOST_UNREAD, 60)
+        wait_for(lambda: len(open_sockets(served.process.pid)) <= before + MOST_UNREAD, 60)
         assert still_serves(served)
-
-
-def sockets(served: Served) -> int:
-    """How many sockets the server has open."""
-    count = 0
-    for link in Path(f"/proc/{served.process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it is closed meanwhile
-            count += os.readlink(link).startswith("socket:")
-    return count
 
 
 # --- many

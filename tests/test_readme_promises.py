@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ import worker
 from tests.commands import worker as run_worker
 from tests.documents import README, SENT
 from tests.inprocess import running, seen
-from tests.processes import Daemon
+from tests.processes import Daemon, open_sockets
 from tests.waiting import wait_for
 from worker.events import EFFECT_ALREADY_APPLIED
 from worker.testing import run_job
@@ -82,8 +81,7 @@ def listening_sockets(pid: int) -> set[str]:
     """The sockets of a process that wait for connections."""
     if not Path("/proc/net/tcp").exists():
         pytest.skip("which sockets wait for connections is read from /proc/net/tcp, and there is none")
-    links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
-    ours = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    ours = {link[len("socket:[") : -1] for link in open_sockets(pid)}
     waiting = set()
     for table_of in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table_of}").read_text().splitlines()[1:]:
