@@ -95,22 +95,31 @@ async def test_the_built_in_handlers_serve_when_none_are_given(database_url: str
         assert await run.column("SELECT message FROM processed_messages WHERE idempotency_key = 'welcome-1001'") == ["welcome"]
 
 
+async def quietly_blocked(go: asyncio.Event, blocked: asyncio.Event) -> None:
+    """Let a handler block the loop while nothing of the test itself is on its way: our own statements have a time limit, too."""
+    go.set()
+    async with asyncio.timeout(20):
+        await blocked.wait()
+
+
 async def test_a_handler_that_blocks_the_loop_costs_neither_lease_nor_commit(database_url: str) -> None:
-    handlers, innocents, blocking = Handlers(), [], asyncio.Event()
+    handlers, innocents, go, blocked = Handlers(), [], asyncio.Event(), asyncio.Event()
 
     @handlers.job("block", timeout_seconds=20)
     async def block(job: Job[object]) -> None:
-        blocking.set()
+        await go.wait()
         block_loop(3)
+        blocked.set()
 
     @handlers.job("innocent", timeout_seconds=20)
     async def innocent(job: Job[object]) -> None:
         innocents.append(job.fence)
-        await blocking.wait()
+        await blocked.wait()
 
     async with running(database_url, handlers, workers=4, lease_seconds=1) as run:
-        ids = [await run.enqueue("innocent") for _ in range(2)]
-        ids.append(await run.enqueue("block"))
+        ids = [await run.enqueue(kind) for kind in ("innocent", "innocent", "block")]
+        await await_for(lambda: len(innocents) == 2)
+        await quietly_blocked(go, blocked)
         for id in ids:
             row = await run.ended(id)
             assert (row["state"], row["attempts"]) == ("succeeded", 1)
@@ -121,14 +130,17 @@ async def test_a_handler_that_blocks_the_loop_costs_neither_lease_nor_commit(dat
 
 
 async def test_the_stack_of_a_blocked_loop_shows_no_password(database_url: str) -> None:
-    handlers = Handlers()
+    handlers, go, blocked = Handlers(), asyncio.Event(), asyncio.Event()
 
     @handlers.job("block")
     async def block(job: Job[object]) -> None:
+        await go.wait()
         block_loop(3)  # postgresql://app:geheim@db/app
+        blocked.set()
 
     async with running(database_url, handlers, lease_seconds=1) as run:
-        await run.run("block")
+        await run.enqueue("block")
+        await quietly_blocked(go, blocked)
         stack = (await run.said(events.LOOP_BLOCKED))["stack"]
     assert "postgresql://app:" in stack
     assert "geheim" not in stack
