@@ -25,7 +25,8 @@ from worker.cluster import Cluster, start_or_adopt, temporary_cluster
 
 SCHEMA_SQL = ROOT / "schema.sql"
 
-SETTINGS = {"max_connections": "300", "shared_preload_libraries": "pg_stat_statements"}
+# Each test brings a database of its own, and with it statements that are new: where they are too many, the youngest are forgotten.
+SETTINGS = {"max_connections": "300", "shared_preload_libraries": "pg_stat_statements", "pg_stat_statements.max": "100000"}
 DEFAULT_IMAGE = "postgres:17"
 
 # The server is shared, and pg_locks shows the locks of all databases, those of other tests too.
