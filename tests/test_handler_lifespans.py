@@ -152,3 +152,34 @@ async def test_a_time_out_of_a_lifespans_own_is_raised(database_url: str) -> Non
     with pytest.raises(TimeoutError):
         async with Worker(handlers, quick(database_url)):
             pass
+
+
+async def test_a_lifespan_that_does_not_end_holds_up_the_stop_no_longer_than_its_budget(database_url: str) -> None:
+    """The drain is quick, and its outcome is written."""
+    order: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def first() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            order.append("left")
+
+    @contextlib.asynccontextmanager
+    async def hanging() -> AsyncIterator[None]:
+        yield
+        try:
+            await until_cancelled()
+        finally:
+            order.append("cancelled")
+
+    handlers, other = Handlers(lifespan=first), Handlers(lifespan=hanging)
+    handlers.job("a")(nothing)
+    other.job("b")(nothing)
+    handlers.include(other)
+    async with seen(database_url) as run:
+        with pytest.raises(TimeoutError, match="hanging had not ended"):
+            async with Worker(handlers, quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=0.5)):
+                assert (await run.run("b"))["state"] == "succeeded"
+        assert await run.value("SELECT count(*) FROM processes") == 0
+    assert order == ["cancelled", "left"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.stopping import BUDGET_SECONDS, SLACK_SECONDS, stopped
@@ -126,3 +128,35 @@ def test_an_exit_in_a_task_of_a_handler_is_that_jobs_failure(workplace: Workplac
     status, seconds = stopped(daemon)
     assert status == 75
     assert seconds < 0.2 + BUDGET_SECONDS + SLACK_SECONDS / 2
+
+
+HANGS = """
+import asyncio, contextlib
+from tests.handlers_for_tests import handlers as others
+from worker import Handlers
+
+@contextlib.asynccontextmanager
+async def broker():
+    yield
+    await asyncio.Event().wait()
+
+handlers = Handlers(lifespan=broker)
+handlers.include(others)
+"""
+
+
+def test_a_lifespan_that_does_not_end_is_named_within_the_budget(workplace: Workplace) -> None:
+    """What the handlers did is written by then. The second signal takes the grace from the lifespan as well."""
+    (workplace.directory / "hangs.py").write_text(HANGS)
+    daemon = workplace.daemon(WORKER_HANDLERS="hangs:handlers", WORKER_SHUTDOWN_GRACE_SECONDS="60")
+    done, running = workplace.add("noop"), workplace.add("nap", {"seconds": 60})
+    workplace.wait_for_state(done, "succeeded")
+    workplace.wait_for_notes("start")
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_for_event("shutdown_started")
+    status, seconds = stopped(daemon)
+    assert status == 1
+    assert seconds < BUDGET_SECONDS + SLACK_SECONDS
+    assert "lifespan broker had not ended" in daemon.find("internal_error")[0]["exception"]
+    assert (workplace.job(running).state, workplace.job(running).attempts) == ("ready", 0)
+    assert workplace.value("SELECT count(*) FROM processes") == 0

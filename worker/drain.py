@@ -36,8 +36,7 @@ class Drain:
         database: Database,
         *,
         process_id: str,
-        since: float,
-        grace_seconds: float,
+        grace_until: float,
         stopping_seconds: float,
         budget_seconds: float,
         hurry: asyncio.Event,
@@ -46,7 +45,7 @@ class Drain:
         self._rights = rights
         self._database = database
         self._process_id = process_id
-        self._grace_until = since + grace_seconds  # a loop that was blocked meanwhile has used up its grace
+        self._grace_until = grace_until  # local moment: a loop that was blocked meanwhile has used up its grace
         self._stopping_seconds = stopping_seconds
         self._budget_seconds = budget_seconds
         self._reserve_seconds = min(_EXIT_RESERVE_SECONDS, budget_seconds / 4)

@@ -36,6 +36,8 @@ from worker.watch import seen_alive
 
 _BURST_LOOK_SECONDS = 0.2
 _LET_GO_SECONDS = 0.1
+_LEAVE_RESERVE_SECONDS = 0.5
+"""Lifespans end so long before the budget of a stop does: whoever hangs there is named, instead of ending the process by force."""
 _STALL_INTERVALS = 1.5
 
 
@@ -63,7 +65,7 @@ class Worker:
         self.id = process_id or f"{self.settings.name}-{secrets.token_hex(4)}"
         """Identity of this process: `processes.id`, and the lease owner of its jobs."""
         self.handlers = self._builtin_handlers() if handlers is None else handlers
-        self._lifespans = Lifespans(self.handlers)
+        self._lifespans = Lifespans(self.handlers, self._leave_seconds)
         self.status = 0
         self.has_deaf = False
         """Some handler did not end: its task or thread outlives the drain."""
@@ -83,7 +85,7 @@ class Worker:
         self.parts: Parts | None = None
         self._starts_nothing = False
         self._stop_reason = ""
-        self._stopping_since = 0.0
+        self._grace_until = 0.0
         self._close_until: float | None = None
 
         of = self.settings
@@ -147,7 +149,7 @@ class Worker:
             except asyncio.CancelledError:
                 cancelled = True
                 self.request_stop("cancelled")
-                self._hurry.set()
+                self._skip_grace()
         await self._life
         if cancelled:
             raise asyncio.CancelledError
@@ -159,12 +161,16 @@ class Worker:
         """
         if self._stop.is_set():
             if reason == "signal":
-                self._hurry.set()
+                self._skip_grace()
             return
         self._stop_reason = reason
-        self._stopping_since = local_seconds() if since is None else since
+        self._grace_until = (local_seconds() if since is None else since) + self.settings.shutdown_grace_seconds
         self._stop.set()
         self._lifespans.stop()
+
+    def _skip_grace(self) -> None:
+        self._grace_until = min(self._grace_until, local_seconds())
+        self._hurry.set()
 
     def request_stop_soon(self, reason: str, since: float) -> None:
         """`request_stop` from any thread. From now on no handler starts, even if one that blocks the loop holds up the rest."""
@@ -191,6 +197,11 @@ class Worker:
     def budget_seconds(self) -> float:
         """What a stop may take after the grace: one budget for everything."""
         return self.settings.lease_margin_seconds + 2 * self.settings.query_timeout_seconds
+
+    def _leave_seconds(self) -> float:
+        """What the lifespans may take to end: what is left of a stop."""
+        grace_seconds = self._grace_until - local_seconds() if self._stop.is_set() else 0
+        return grace_seconds + self.budget_seconds - _LEAVE_RESERVE_SECONDS
 
     # --- the life of a process
 
@@ -333,8 +344,7 @@ class Worker:
             self.rights,
             self._database,
             process_id=self.id,
-            since=self._stopping_since,
-            grace_seconds=of.shutdown_grace_seconds,
+            grace_until=self._grace_until,
             stopping_seconds=of.lease_margin_seconds + of.query_timeout_seconds,
             budget_seconds=self.budget_seconds,
             hurry=self._hurry,

@@ -140,7 +140,7 @@ class Kind(Generic[P]):
 
 class Handlers:
     """The kinds a process knows. `lifespan`: an async context manager, entered before the first claim and left after the last
-    attempt; what it yields is `job.resources`."""
+    attempt; what it yields is `job.resources`. To end it has what is left of the stop's grace and budget, then it is cancelled."""
 
     def __init__(self, *, lifespan: Lifespan | None = None) -> None:
         if lifespan is not None and not callable(lifespan):

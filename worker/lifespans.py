@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Callable
 
 from worker.handlers import Handlers, Lifespan
 
 
 class Lifespans:
-    """Those of one process, each entered once."""
+    """Those of one process, each entered once. `leave_seconds()`, asked when one is left, tells how long that may take."""
 
-    def __init__(self, handlers: Handlers) -> None:
+    def __init__(self, handlers: Handlers, leave_seconds: Callable[[], float]) -> None:
         self._handlers = handlers
+        self._leave_seconds = leave_seconds
         self._entering: asyncio.Timeout | None = None
         self._is_stopped = False
 
     async def enter(self, stack: contextlib.AsyncExitStack) -> dict[Lifespan, object]:
-        """Enter them, to be left with `stack`, and return what they gave; after `stop` perhaps not all. Raises what they raise."""
+        """Enter them, to be left with `stack`, and return what they gave; after `stop` perhaps not all.
+
+        Raises what they raise; leaving `stack` raises TimeoutError if one of them had to be cancelled.
+        """
         resources: dict[Lifespan, object] = {}
         try:
             # In this task, which leaves them too: what they open may belong to it.
@@ -25,7 +30,7 @@ class Lifespans:
                 for lifespan in dict.fromkeys(self._handlers.lifespans.values()):
                     if self._is_stopped:
                         break
-                    resources[lifespan] = await stack.enter_async_context(lifespan())
+                    resources[lifespan] = await stack.enter_async_context(self._bounded(lifespan))
         except TimeoutError:
             if not self._is_stopped:
                 raise
@@ -38,3 +43,19 @@ class Lifespans:
         self._is_stopped = True
         if self._entering is not None:
             self._entering.reschedule(asyncio.get_running_loop().time())
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self, lifespan: Lifespan) -> AsyncIterator[object]:
+        limit_seconds = 0.0
+        try:
+            async with asyncio.timeout(None) as leaving, lifespan() as resource:
+                try:
+                    yield resource
+                finally:
+                    limit_seconds = max(self._leave_seconds(), 0.0)
+                    leaving.reschedule(asyncio.get_running_loop().time() + limit_seconds)
+        except TimeoutError as error:
+            if not leaving.expired():
+                raise
+            name = getattr(lifespan, "__qualname__", repr(lifespan))
+            raise TimeoutError(f"lifespan {name} had not ended {limit_seconds:.1f} s after the last attempt") from error
