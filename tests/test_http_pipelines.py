@@ -15,6 +15,7 @@ from tests.serving import Served
 from tests.waiting import await_for
 from worker.api.auth import Tokens
 from worker.api.connections import MOST_PIPELINED, Connection
+from worker.api.gate import Gate, Receive, Scope, Send
 from worker.api.hosts import NoPool
 from worker.api.listening import Server, bind
 from worker.api.state import make_api
@@ -101,6 +102,34 @@ async def test_nothing_more_is_read_while_requests_wait(monkeypatch: pytest.Monk
         writer.close()
     assert [waiting for waiting, _ in reading[:20]] == [*range(18, -1, -1), 0]
     assert [reads for _, reads in reading[:20]] == [False] * 18 + [True] * 2
+
+
+async def test_a_body_that_waits_until_those_before_it_are_answered_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[Connection] = []
+    too_slow = Connection._too_slow
+
+    def note(self: Connection) -> None:
+        late.append(self)
+        too_slow(self)
+
+    answering, pass_gate = asyncio.Event(), Gate.__call__
+
+    async def closed(self: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+        await answering.wait()
+        await pass_gate(self, scope, receive, send)
+
+    monkeypatch.setattr(Connection, "_too_slow", note)
+    monkeypatch.setattr("worker.api.connections.REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(Gate, "__call__", closed)
+    async with served_here() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head("GET", "/healthz") * 2 + head("POST", "/nowhere", "Content-Length: 5"))
+        await await_for(lambda: len(late) == 3)
+        writer.write(b"12345" + head("GET", "/healthz", "Connection: close"))
+        answering.set()
+        answers = await reader.read()
+        writer.close()
+    assert [answer[:3] for answer in answers.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"404", b"200"]
 
 
 async def test_a_flood_of_offers_to_go_on_in_another_protocol_takes_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
