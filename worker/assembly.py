@@ -164,7 +164,7 @@ def assemble(
 
     def on_trouble() -> None:
         rights.call(the_keeper.poke)
-        connections.expire()
+        connections.doubt()
 
     the_committer = Committer(
         database,

@@ -17,7 +17,7 @@ from worker.api.problems import AWAY, RETRY_AFTER_SECONDS, Problem
 from worker.api.rendering import json_response
 from worker.api.state import Api
 from worker.api.strict import Answers
-from worker.store.scraping import ping
+from worker.store.shared_pool import ping
 
 PING_SECONDS = 1.0
 _NOT_READY: Answers = {503: {"model": models.Error, "description": "not ready; the message says why"}}

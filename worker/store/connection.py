@@ -64,11 +64,17 @@ class Connection(asyncpg.Connection):  # type: ignore[misc]  # asyncpg carries n
 
     cancels_statements = True
     opened_at = 0.0
+    proven_at = 0.0
+    """Local moment at which its server was last known to take writes, for whoever keeps connections in store."""
     backend: Backend | None = None
     """None: it cannot be told, as behind a transaction pooler."""
     _commits = False
     _stays_in_transaction = False
     _wait_was_cut_short = False
+
+    def prove(self, moment: float) -> None:
+        """Its server took writes at this local moment. (A method, since what asyncpg's pool hands out passes no assignment on.)"""
+        self.proven_at = moment
 
     def stay_in_transaction(self, stays: bool) -> None:
         """While set, a statement outside a transaction is refused instead of committing itself."""

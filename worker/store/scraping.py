@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import asyncpg
-
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
 
@@ -26,12 +24,3 @@ class LeaseCounts(NamedTuple):
 async def count_leases(connection: Connection, database: Database) -> LeaseCounts:
     """The rows of the table, which retention keeps small."""
     return LeaseCounts(*await connection.fetchrow(database.sql(COUNT_LEASES)))
-
-
-PING = "SELECT current_setting('transaction_read_only')::boolean"
-
-
-async def ping(connection: Connection) -> None:
-    """The database answers. Raises ReadOnlySQLTransactionError if it takes no writes, as one that is no primary any more."""
-    if await connection.fetchval(PING):
-        raise asyncpg.ReadOnlySQLTransactionError("the server takes no writes")

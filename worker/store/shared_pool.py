@@ -11,16 +11,20 @@ import asyncpg
 
 from worker.clock import local_seconds
 from worker.store.lane import IDLE_SECONDS, MAX_AGE_SECONDS
-from worker.store.trouble import DATABASE_ERRORS, is_unavailable, sqlstate
+from worker.store.trouble import DATABASE_ERRORS, sqlstate
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database
+
+_READ_ONLY = "25006"
+_PROOF_SECONDS = 1.0
 
 
 class Pool:
     """At most `size` connections for short use, opened when needed, closed when idle or old.
 
-    A connection is handed on only after its transaction was rolled back and its session reset.
+    A connection is handed on only after its transaction was rolled back and its session reset, and in times of doubt only if its
+    server takes writes.
     """
 
     def __init__(self, database: Database, size: int) -> None:
@@ -28,6 +32,7 @@ class Pool:
         self._size = size
         self._pool: Any = None
         self._closed = False
+        self._doubted_at = 0.0
         self._stale_before = 0.0
 
     @contextlib.asynccontextmanager
@@ -61,8 +66,8 @@ class Pool:
                 release_seconds = min(release_seconds, leave_seconds)
             raise
         except DATABASE_ERRORS as error:
-            if sqlstate(error) is not None and is_unavailable(error):
-                self.expire()
+            if sqlstate(error) == _READ_ONLY:
+                self.doubt()
             raise
         finally:
             # A connection that cannot be reset is gone; what the block did is not affected by that.
@@ -71,9 +76,12 @@ class Pool:
                     connection.terminate()
                 await pool.release(connection, timeout=release_seconds)
 
-    def expire(self) -> None:
-        """Hand on no connection that is open now: it may lead to a server that is no primary any more. From any thread."""
-        self._stale_before = local_seconds()
+    def doubt(self) -> None:
+        """What is open now may lead to a server that is no primary any more: it is asked before it is handed on. From any thread.
+
+        A doubt costs a round trip. What a handler's own statement says is one at most: it may be about that statement.
+        """
+        self._doubted_at = local_seconds()
 
     async def close(self, timeout_seconds: float) -> None:
         """Wait for borrowers and close in peace within the limit, then by force. Raises nothing."""
@@ -91,18 +99,50 @@ class Pool:
             except TimeoutError:
                 what = f"none of the {self._size} connections of the pool was to be had within {timeout_seconds:g} s"
                 raise TimeoutError(what) from None
-            if connection.opened_at >= self._stale_before:
-                return connection
-            # Not `expire_connections`: that says goodbye in the background, without a limit, to a server that may be gone.
-            connection.terminate()
-            await self._pool.release(connection)
+            is_fit = False
+            try:
+                is_fit = await self._is_fit(connection, until - local_seconds())
+                if is_fit:
+                    return connection
+            finally:
+                if not is_fit:
+                    # Not `expire_connections`: that says goodbye in the background, without a limit, to a server that may be gone.
+                    connection.terminate()
+                    await self._pool.release(connection)
+
+    async def _is_fit(self, connection: Any, left_seconds: float) -> bool:
+        """Whether it may be handed on. One that fails the proof takes all with it that were open by then."""
+        if connection.opened_at < self._stale_before:
+            return False
+        if connection.proven_at >= self._doubted_at:
+            return True
+        asked_at = local_seconds()
+        try:
+            async with asyncio.timeout(min(max(left_seconds, 0), _PROOF_SECONDS)):
+                await ping(connection)
+        except DATABASE_ERRORS as error:
+            if not isinstance(error, TimeoutError) or left_seconds >= _PROOF_SECONDS:
+                self._stale_before = asked_at
+            return False
+        connection.prove(asked_at)
+        return True
 
     async def _connect(self, *_arguments: object, **_keywords: object) -> Connection:
         opened_at = local_seconds()
         connection = await self._database.connect("pool")
         connection.opened_at = opened_at
+        connection.prove(opened_at)
         return connection
 
 
 async def _leave_session(connection: Connection) -> None:
     pass
+
+
+PING = "SELECT current_setting('transaction_read_only')::boolean"
+
+
+async def ping(connection: Connection) -> None:
+    """The database answers. Raises ReadOnlySQLTransactionError if it takes no writes, as one that is no primary any more."""
+    if await connection.fetchval(PING):
+        raise asyncpg.ReadOnlySQLTransactionError("the server takes no writes")
