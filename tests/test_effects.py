@@ -113,6 +113,39 @@ async def test_what_an_effect_without_arguments_returns_is_nobodys_business(data
         assert (await run.run("read", max_attempts=1))["state"] == "succeeded"
 
 
+@pytest.mark.parametrize("jobs", [1, 3], ids=["alone", "in a group"])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("INSERT INTO applied VALUES ('a', 1) RETURNING *", ()),
+        ("INSERT INTO applied VALUES ($1, 1) RETURNING *", ("a",)),
+        ("INSERT INTO applied VALUES ($1, 1) RETURNING applied", ("a",)),
+    ],
+    ids=["without arguments", "with one", "a row as one value"],
+)
+async def test_a_migration_of_the_tables_of_an_effect_costs_no_attempt(
+    database_url: str, text: str, arguments: tuple[object, ...], jobs: int
+) -> None:
+    """What is prepared here returns other columns from one moment to the next."""
+    handlers = Handlers()
+
+    @handlers.job("write")
+    async def write(job: Job[object]) -> None:
+        await all_in.wait()
+        job.effect(text, *arguments)
+
+    async with seen(database_url) as run:
+        await run.connection.execute(TABLE)
+        async with Worker(handlers, quick(database_url, workers=jobs)):
+            for altered in (False, True):
+                all_in = asyncio.Barrier(jobs)
+                ids = [await run.enqueue("write", max_attempts=1) for _ in range(jobs)]
+                assert [(await run.ended(id))["last_error"] for id in ids] == [None] * jobs
+                if not altered:
+                    await run.connection.execute("ALTER TABLE applied ADD COLUMN more int")
+        assert await run.value("SELECT count(*) FROM applied") == 2 * jobs
+
+
 async def test_finished_jobs_share_transactions_and_the_textbook_shape_gives_each_its_own(database_url: str) -> None:
     handlers = Handlers()
 
@@ -129,7 +162,7 @@ async def test_finished_jobs_share_transactions_and_the_textbook_shape_gives_eac
             async with Worker(handlers, quick(database_url, workers=40, **SHAPES[shape])):
                 assert await run.all_ended() == {"succeeded": 40}
             transactions = await run.value("SELECT count(DISTINCT xmin::text) FROM applied")
-            assert (transactions < 10) if few else (transactions == 40)
+            assert (transactions < 20) if few else (transactions == 40)
             await run.connection.execute("TRUNCATE applied, jobs, job_effects")
 
 
@@ -186,11 +219,11 @@ async def test_a_group_with_slow_statements_is_taken_apart_and_everybody_succeed
     async with seen(database_url) as run:
         await run.connection.execute(TABLE)
         await enqueue_many(run, "slow", 30)
-        async with Worker(handlers, quick(database_url, workers=30, lease_seconds=4, query_timeout_seconds=0.8)):
+        async with Worker(handlers, quick(database_url, workers=30, query_timeout_seconds=1.5)):
             assert await run.all_ended() == {"succeeded": 30}
         assert await run.value("SELECT max(attempts) FROM jobs") == 1
         assert await run.value("SELECT count(*) FROM applied") == 30
-        assert len(run.log.find(events.COMPLETION_DEFERRED)) <= 2
+        assert len(run.log.find(events.COMPLETION_DEFERRED)) < 10, "a line for a group, not for a job"
 
 
 async def test_a_statement_slower_than_the_limit_is_that_jobs_failure(database_url: str) -> None:
@@ -204,7 +237,7 @@ async def test_a_statement_slower_than_the_limit_is_that_jobs_failure(database_u
     async with seen(database_url) as run:
         await run.connection.execute(TABLE)
         await enqueue_many(run, "slow", 6)
-        async with Worker(handlers, quick(database_url, workers=6, query_timeout_seconds=0.3)):
+        async with Worker(handlers, quick(database_url, workers=6, query_timeout_seconds=2)):
             assert await run.all_ended() == {"dead": 1, "succeeded": 5}
         assert "statement timeout" in await run.value("SELECT last_error FROM jobs WHERE state = 'dead' AND payload = '3'")
         assert await run.value("SELECT count(*) FROM applied") == 5

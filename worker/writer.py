@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import asyncpg
+
 from worker import events
 from worker.clock import local_seconds
 from worker.committing import Caution, Finished, blame, completes, effect_texts, is_result_at_fault
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from worker.store.sessions import Backend
 
 _CONFLICT_TRIES = 10
+_OUTDATED = (asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError)
+"""Somebody has altered what a statement that is prepared here returns: asyncpg has forgotten it by now, and it goes as it is."""
 _LONGEST_CONFLICT_SECONDS = 2.0
 _LOCK_SECONDS_WITH_CARE = 0.2
 
@@ -253,6 +257,11 @@ class Writer:
                 self._lane.drop()
                 self._keep(members, error)
                 return
+        if isinstance(error, _OUTDATED) and culprit and culprit[0].tries + 1 < _CONFLICT_TRIES:
+            for guilty in culprit:
+                guilty.tries += 1
+            await self.write(members)
+            return
         one = members[0]
         result_at_fault = not culprit and is_result_at_fault(one, state, getattr(error, "constraint_name", None))
         whose = blame(state, statement_of_job=bool(culprit), alone=len(members) == 1, result_at_fault=result_at_fault)
