@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.inprocess import connect, running, seen
-from tests.waiting import await_for
-from worker import Handlers, Job
+from tests.inprocess import connect, nothing, quick, running, seen
+from tests.waiting import await_for, until_cancelled
+from worker import Handlers, Job, Worker
 from worker.clock import local_seconds
 from worker.holding import Holdings
 from worker.lost_claims import MOST_OUTSTANDING, LostClaims, is_over
@@ -119,6 +119,34 @@ async def test_a_job_of_a_lost_claim_that_somebody_locks_holds_up_nobody_and_goe
         finally:
             claims.terminate()
             await operator.close()
+
+
+async def test_a_claim_that_is_broken_off_between_its_answer_and_its_turn_costs_nothing(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session would live on beside the drain, which waits until what the claim may still do is over."""
+    claim, answered = claiming.claim, asyncio.Event()
+
+    async def answer_late(*about: Any, **more: Any) -> Any:
+        jobs = await claim(*about, **more)
+        if jobs:
+            answered.set()
+            await until_cancelled()
+        return jobs
+
+    monkeypatch.setattr(claiming, "claim", answer_late)
+    handlers = Handlers()
+    handlers.job("any")(nothing)
+    async with seen(database_url) as run:
+        worker = Worker(handlers, quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=2, claim_timeout_seconds=15))
+        await worker.start()
+        id = await run.enqueue("any")
+        await answered.wait()
+        worker.request_stop("test")
+        await worker.wait_stopped()
+        assert worker.status == 0
+        assert ((await run.row(id))["state"], (await run.row(id))["attempts"]) == ("ready", 0)
+        assert await run.value("SELECT count(*) FROM processes") == 0
 
 
 async def over(connection: Connection, backend: Backend) -> bool:

@@ -140,6 +140,9 @@ class Claimer:
                 continue
             try:
                 wait_seconds = await self._round(wish) if wish > 0 else await self._calm_down()
+            except asyncio.CancelledError:
+                self._lane.drop()  # what it was in the middle of is over then, and known to be
+                raise
             except DATABASE_ERRORS as error:
                 self._connection = None
                 self._lane.drop()
