@@ -38,7 +38,7 @@ async def test_a_lifespan_is_entered_before_the_first_claim_and_left_after_the_l
 
     async with seen(database_url) as run:
         id = await run.enqueue("use")
-        async with Worker(handlers, quick(database_url)):
+        async with Worker(handlers, quick(database_url, shutdown_grace_seconds=20)):
             await started.wait()
         assert (await run.row(id))["state"] == "succeeded"
     assert order == ["enter", "start {'client': 'open'}", "end", "leave"]
@@ -179,7 +179,31 @@ async def test_a_lifespan_that_does_not_end_holds_up_the_stop_no_longer_than_its
     handlers.include(other)
     async with seen(database_url) as run:
         with pytest.raises(TimeoutError, match="hanging had not ended"):
-            async with Worker(handlers, quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=0.5)):
+            async with Worker(handlers, quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=2)):
                 assert (await run.run("b"))["state"] == "succeeded"
         assert await run.value("SELECT count(*) FROM processes") == 0
     assert order == ["cancelled", "left"]
+
+
+async def test_a_stop_is_clean_whatever_a_lifespan_that_is_being_entered_makes_of_it(database_url: str) -> None:
+    entering = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def converting() -> AsyncIterator[None]:
+        try:
+            entering.set()
+            await until_cancelled()
+        except asyncio.CancelledError:
+            raise ConnectionError("gave up") from None
+        yield
+
+    handlers = Handlers(lifespan=converting)
+    handlers.job("a")(nothing)
+    worker = Worker(handlers, quick(database_url))
+    async with asyncio.timeout(20):
+        starting = asyncio.create_task(worker.start())
+        await entering.wait()
+        worker.request_stop("signal")
+        await starting
+        await worker.wait_stopped()
+    assert worker.status == 0

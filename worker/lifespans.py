@@ -31,9 +31,9 @@ class Lifespans:
                     if self._is_stopped:
                         break
                     resources[lifespan] = await stack.enter_async_context(self._bounded(lifespan))
-        except TimeoutError:
+        except Exception:
             if not self._is_stopped:
-                raise
+                raise  # else it is what the cancelled one has made of that, and nobody needs it any more
         finally:
             self._entering = None
         return resources
