@@ -21,6 +21,11 @@ INSERT INTO jobs (payload, state, created_at, completed_at)
 SELECT '1', $1, now() - interval '1 day', now() - interval '1 day' FROM generate_series(1, $2)
 """
 
+OLD_EFFECTS = """
+INSERT INTO job_effects (idempotency_key, job_id, fence, committed_at)
+SELECT 'old ' || n, n, n, now() - interval '1 day' FROM generate_series(1, 10) AS n
+"""
+
 
 def walking(database_url: str) -> Retention:
     return Retention(
@@ -65,12 +70,23 @@ async def test_walks_of_different_lengths_rest_together_and_begin_again_together
         now = rested_at
 
 
-async def test_a_walk_that_fails_keeps_no_other_from_beginning_again(database_url: str, connection: asyncpg.Connection) -> None:
-    await connection.execute("ALTER TABLE job_effects RENAME TO somewhere_else")
+@pytest.mark.parametrize(
+    ("away", "other", "fill"),
+    [
+        ("job_failures", "job_effects", OLD_EFFECTS),
+        ("job_effects", "jobs", OLD_JOBS.replace("$1", "'succeeded'").replace("$2", "10")),
+        ("leases", "jobs", OLD_JOBS.replace("$1", "'succeeded'").replace("$2", "10")),
+    ],
+    ids=["of the jobs", "of the ledger", "of the leases"],
+)
+async def test_a_walk_that_always_fails_keeps_no_other_from_going_on(
+    database_url: str, connection: asyncpg.Connection, away: str, other: str, fill: str
+) -> None:
+    await connection.execute(f"ALTER TABLE {away} RENAME TO somewhere_else")
     walks = walking(database_url)
     for _ in range(3):
-        await connection.execute(OLD_JOBS, "succeeded", 10)
-        for _ in range(2):  # the end of the walk, and its start
+        await connection.execute(fill)
+        for _ in range(3):  # the one that fails, the end of the others, and their start
             with pytest.raises(asyncpg.UndefinedTableError):
                 await walks.step(connection)
-        assert await connection.fetchval("SELECT count(*) FROM jobs") == 0
+        assert await connection.fetchval(f"SELECT count(*) FROM {other}") == 0
