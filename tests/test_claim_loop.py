@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from worker.holding import Holdings
 from worker.lost_claims import MOST_OUTSTANDING, LostClaims, is_over
 from worker.places import Place
 from worker.store import claiming, sessions
-from worker.store.connection import Connection, Database, SessionLimits, read_moments_as_microseconds
+from worker.store.connection import ConnectFailed, Connection, Database, SessionLimits, read_moments_as_microseconds
 from worker.store.sessions import Backend
 
 OWNER = "test-00000000"
@@ -121,11 +122,22 @@ async def test_a_job_of_a_lost_claim_that_somebody_locks_holds_up_nobody_and_goe
             await operator.close()
 
 
+@pytest.mark.parametrize("refusals", [0, 2], ids=["", "in the middle of a failover"])
 async def test_a_claim_that_is_broken_off_between_its_answer_and_its_turn_costs_nothing(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
+    database_url: str, monkeypatch: pytest.MonkeyPatch, refusals: int
 ) -> None:
     """Its session would live on beside the drain, which waits until what the claim may still do is over."""
     claim, answered = claiming.claim, asyncio.Event()
+    really_connect = Database.connect
+    refused: Counter[str] = Counter()
+
+    async def refuse_at_first(self: Database, role: str, **more: Any) -> Connection:
+        refused[role] += 1
+        if role == "release" and refused[role] <= refusals:
+            raise ConnectFailed("not now", sqlstate="57P03", refused=False)
+        return await really_connect(self, role, **more)
+
+    monkeypatch.setattr(Database, "connect", refuse_at_first)
 
     async def answer_late(*about: Any, **more: Any) -> Any:
         jobs = await claim(*about, **more)

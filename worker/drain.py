@@ -6,6 +6,7 @@ left.
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import TYPE_CHECKING
 
 from worker import events, logs
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 LEFT_TO_EXPIRY = 75
 _EXIT_RESERVE_SECONDS = 0.5
 _LOOK_AGAIN_SECONDS = 0.05
+_TRY_AGAIN_SECONDS = 0.2
 _GOODBYE_SECONDS = 0.5
 
 
@@ -100,31 +102,44 @@ class Drain:
 
     async def _release_the_rest(self, deadline: float) -> None:
         """Whatever is still ours without anybody holding it: a claim whose answer was lost, for example."""
-        holdings, claimer = self._parts.holdings, self._parts.claimer
-        connection: Connection | None = None
-        if holdings.keys() or claimer.has_lost_claims:
+        claimer = self._parts.claimer
+        if self._something_is_ours:
             self._rights.call(self._parts.outlive_leases)
+        while True:
+            try:
+                async with asyncio.timeout(_left(deadline)):
+                    await self._release_over_a_connection(deadline)
+                return
+            except DATABASE_ERRORS as error:
+                if self._something_is_ours and local_seconds() + _TRY_AGAIN_SECONDS < deadline:
+                    await asyncio.sleep(_TRY_AGAIN_SECONDS * random.uniform(0.5, 1))  # a failover may be under way
+                    continue
+                said: BaseException | str = error
+                if self._something_is_ours:
+                    self.status = LEFT_TO_EXPIRY
+                if claimer.has_lost_claims:
+                    said = "a claim without an answer may still take jobs, which are then left to lease expiry"
+                logs.emit(events.CLAIM_FAILED, error=said, error_type=type(error).__name__)
+                return
+
+    @property
+    def _something_is_ours(self) -> bool:
+        return bool(self._parts.holdings.keys()) or self._parts.claimer.has_lost_claims
+
+    async def _release_over_a_connection(self, deadline: float) -> None:
+        claimer = self._parts.claimer
+        connection = await self._database.connect("release")
         try:
-            async with asyncio.timeout(_left(deadline)):
-                connection = await self._database.connect("release")
+            await claimer.give_back_lost(connection)
+            while claimer.has_lost_claims:
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
                 await claimer.give_back_lost(connection)
-                while claimer.has_lost_claims:
-                    await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-                    await claimer.give_back_lost(connection)
-                await _return_orphans(connection, self._parts, self._database, self._process_id)
-                if not holdings.keys():
-                    await self._rights.run(self._parts.renewals.end_presence(), timeout_seconds=_left(deadline))
-                    await leasing.remove_presence(connection, self._database, process_id=self._process_id)
-        except DATABASE_ERRORS as error:
-            said: BaseException | str = error
-            if holdings.keys() or claimer.has_lost_claims:
-                self.status = LEFT_TO_EXPIRY
-            if claimer.has_lost_claims:
-                said = "a claim without an answer may still take jobs, which are then left to lease expiry"
-            logs.emit(events.CLAIM_FAILED, error=said, error_type=type(error).__name__)
+            await _return_orphans(connection, self._parts, self._database, self._process_id)
+            if not self._parts.holdings.keys():
+                await self._rights.run(self._parts.renewals.end_presence(), timeout_seconds=_left(deadline))
+                await leasing.remove_presence(connection, self._database, process_id=self._process_id)
         finally:
-            if connection is not None:
-                await close_quietly(connection, deadline)
+            await close_quietly(connection, deadline)
 
 
 # --- without the loop of the handlers: it is blocked, and the process ends regardless; called in the rights thread's loop ------
@@ -188,7 +203,7 @@ def _name_the_deaf(held: Held) -> None:
 async def _return_orphans(connection: Connection, parts: Parts, database: Database, process_id: str) -> None:
     """One statement for every job that is ours and that nobody here holds."""
     for job in await claiming.recover(connection, database, owner=process_id, held=parts.holdings.keys()):
-        logs.emit(events.JOB_RELEASED, **job.log_fields(), reason="claim_lost")
+        logs.emit(events.JOB_RELEASED, **job.log_fields(), duration_ms=0.0, reason="claim_lost")
 
 
 async def close_quietly(connection: Connection, until: float) -> None:

@@ -60,7 +60,7 @@ class LostClaims:
         over = [one for one in self._lost if await is_over(connection, self._database, *one, limit_seconds=self._limit_seconds)]
         released = await claiming.recover(connection, self._database, owner=self._owner, held=self._holdings.keys())
         for job in released:
-            logs.emit(events.JOB_RELEASED, **job.log_fields(), reason="claim_lost")
+            logs.emit(events.JOB_RELEASED, **job.log_fields(), duration_ms=0.0, reason="claim_lost")
         if over and not await claiming.orphans_are_left(connection, self._database, owner=self._owner, held=self._holdings.keys()):
             self._lost = [one for one in self._lost if one not in over]
 
