@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from worker import events, logs
+from worker.cancellation import is_cancelled
 from worker.clock import local_seconds
 from worker.errors import ConfigError, DatabaseUnavailable, LeaseHeld
 from worker.holding import HeldName
@@ -73,7 +74,9 @@ class LeaseDesk:
         """Run one of the two loops. A bug in it must leave nobody trusting a lease that is not watched any more."""
         try:
             await loop
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             self._is_broken = True
             logs.emit(events.INTERNAL_ERROR, where=name, exception=error)
             self._lose_all()
