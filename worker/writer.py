@@ -12,8 +12,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import asyncpg
-
 from worker import events
 from worker.clock import local_seconds
 from worker.committing import Caution, Finished, blame, completes, effect_texts, is_result_at_fault
@@ -23,7 +21,7 @@ from worker.last_word import LastWord
 from worker.measures import POOL_RIGHTS
 from worker.patience import Patience
 from worker.store import effects, sessions, settling, standbys
-from worker.store.connection import DATABASE_ERRORS, is_unavailable, safe_text, sqlstate
+from worker.store.connection import DATABASE_ERRORS, is_outdated, is_unavailable, safe_text, sqlstate
 from worker.store.leasing import Key
 from worker.store.settling import Ruling, Settled, Settlement
 
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from worker.store.sessions import Backend
 
 _CONFLICT_TRIES = 10
-_OUTDATED = (asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError)
-"""Somebody has altered what a statement that is prepared here returns: asyncpg has forgotten it by now, and it goes as it is."""
 _LONGEST_CONFLICT_SECONDS = 2.0
 _LOCK_SECONDS_WITH_CARE = 0.2
 
@@ -257,7 +253,7 @@ class Writer:
                 self._lane.drop()
                 self._keep(members, error)
                 return
-        if isinstance(error, _OUTDATED) and culprit and culprit[0].tries + 1 < _CONFLICT_TRIES:
+        if is_outdated(error) and culprit and culprit[0].tries + 1 < _CONFLICT_TRIES:
             for guilty in culprit:
                 guilty.tries += 1
             await self.write(members)

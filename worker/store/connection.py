@@ -34,6 +34,7 @@ from worker.store.shared_pool import Pool as Pool
 from worker.store.target import Address, Keepalive
 from worker.store.trouble import DATABASE_ERRORS as DATABASE_ERRORS
 from worker.store.trouble import ConnectFailed as ConnectFailed
+from worker.store.trouble import is_outdated as is_outdated
 from worker.store.trouble import is_poolers, is_refusal
 from worker.store.trouble import is_unavailable as is_unavailable
 from worker.store.trouble import sqlstate as sqlstate

@@ -65,6 +65,12 @@ def is_unavailable(error: BaseException) -> bool:
     return isinstance(error, asyncpg.InterfaceError) and any(word in str(error) for word in _GONE)
 
 
+def is_outdated(error: BaseException) -> bool:
+    """Whether somebody has altered what a statement that is prepared here returns. It did nothing; asyncpg has forgotten by now
+    what it knew of it, and it can be sent again."""
+    return isinstance(error, asyncpg.InvalidCachedStatementError | asyncpg.OutdatedSchemaCacheError)
+
+
 def is_refusal(error: BaseException) -> bool:
     """Whether a connection failed for what we are or ask for: password, database, certificate, a pooler."""
     code = sqlstate(error) or ""
