@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import TracebackType
@@ -65,12 +65,14 @@ class RemoteTask:
             raise LeaseLost(f"task {self.id}: {lost or f'trusted for {remaining:.1f} s only'}", reason)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Wish:
     queue: str
     kinds: tuple[str, ...] | None
     lease_seconds: float
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    may_be_granted: bool = False
+    """An answer to it was lost, which may have been a task."""
 
     def body(self, processor: str) -> dict[str, object]:
         body: dict[str, object] = {"processor": processor, "queue": self.queue, "lease_seconds": self.lease_seconds}
@@ -128,40 +130,59 @@ class TaskCalls:
     ) -> RemoteTask | None:
         """A task, or None when none is due. A lost answer is asked for again: the same task comes.
 
-        Raises ConnectionError after a few tries, ValueError for terms that are refused. Who is cancelled meanwhile holds nothing.
+        Raises ConnectionError after a few tries, ValueError for terms that are refused. Who is cancelled meanwhile holds nothing,
+        if that can be told within `timeout_seconds`.
         """
         if isinstance(kinds, str):
             raise TypeError("kinds: a list of names is needed, not one text")
         wish = _Wish(queue, None if kinds is None else tuple(kinds), lease_seconds)
-        for failures in range(_CLAIM_TRIES):
-            sent_at = local_seconds()
+        failures = 0
+        while True:
+            asking = asyncio.create_task(self._ask(wish), name="claim")
             try:
-                answer = await self._ask(wish)
-            except ConnectionError:
-                if failures == _CLAIM_TRIES - 1:
-                    raise
-                await asyncio.sleep(delay_seconds(failures))
-                continue
-            if answer.status == 204:
-                return None
-            if answer.status != 200:
-                raise ValueError(answer.message)
-            return self._task(answer.body, lease_seconds, sent_at)
-        raise AssertionError("unreachable")
+                try:
+                    return await asyncio.shield(asking)
+                except ConnectionError:
+                    failures += 1
+                    if failures == _CLAIM_TRIES:
+                        raise
+                    await asyncio.sleep(delay_seconds(failures - 1))
+            except asyncio.CancelledError:
+                await self._take_back(wish, asking)
+                raise
 
-    async def _ask(self, wish: _Wish) -> Answer:
-        """The answer to a claim. When the caller is cancelled it is awaited all the same, and what it brings is given back."""
+    async def _ask(self, wish: _Wish) -> RemoteTask | None:
+        """Claim, once."""
         sent_at = local_seconds()
-        asking = asyncio.create_task(self._calls.call("POST", "/api/tasks/next", wish.body(self.processor)), name="claim")
         try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            with contextlib.suppress(LeaseLost, ConfigError, ConnectionError, TimeoutError, ValueError):
-                async with asyncio.timeout(self._calls.timeout_seconds):
-                    answer = await asking
-                    if answer.status == 200:
-                        await self._give_back(self._task(answer.body, wish.lease_seconds, sent_at))
+            answer = await self._calls.call("POST", "/api/tasks/next", wish.body(self.processor))
+        except ConnectionError as error:
+            wish.may_be_granted |= not isinstance(error, ConnectFailed)
             raise
+        if answer.status == 204:
+            return None
+        if answer.status != 200:
+            raise ValueError(answer.message)
+        return self._task(answer.body, wish.lease_seconds, sent_at)
+
+    async def _take_back(self, wish: _Wish, asking: Awaitable[RemoteTask | None]) -> None:
+        """The caller is cancelled: await what it has asked for, again and again while an answer may have been lost, and give back
+        what comes. Limited, and silent when that does not succeed."""
+        failures = 0
+        with contextlib.suppress(LeaseLost, ConfigError, ConnectionError, TimeoutError, ValueError):
+            async with asyncio.timeout(self._calls.timeout_seconds):
+                while True:
+                    try:
+                        task = await asking
+                        break
+                    except ConnectionError:
+                        if not wish.may_be_granted:
+                            raise
+                        await asyncio.sleep(delay_seconds(failures))
+                        failures += 1
+                        asking = self._ask(wish)
+                if task is not None:
+                    await self._give_back(task)
 
     async def _give_back(self, task: RemoteTask) -> None:
         """Release, again and again until there is an answer: the limit is the caller's."""
