@@ -13,32 +13,33 @@ its rows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from worker import events, logs
 from worker.api.coalescing import Coalescer, Waiting
+from worker.api.lost_claims import LostClaims
 from worker.api.problems import database_unavailable
 from worker.clock import local_seconds
-from worker.lost_claims import MOST_OUTSTANDING, is_over
 from worker.measures import REMOTE
 from worker.store import claiming, standbys, task_claiming
 from worker.store.claiming import Cursor, Range
-from worker.store.connection import read_moments_as_microseconds, sqlstate
+from worker.store.connection import DATABASE_ERRORS, read_moments_as_microseconds, sqlstate
 from worker.store.leasing import Key
 from worker.store.task_claiming import Wish
 from worker.store.tasks import OWNER_PREFIX, Task
 
 if TYPE_CHECKING:
     from worker.store.connection import Connection, Database, Lane
-    from worker.store.sessions import Backend
 
 MOST = task_claiming.LIMITS[0]
 CHEAP_SURVEY_SECONDS = 0.01
 SURVEY_SHARE = 0.05
 PAYLOAD_BYTES = 16 * 1024 * 1024
+_LOOK_AGAIN_SECONDS = 0.05
 
 
 class Call(NamedTuple):
@@ -76,7 +77,7 @@ Places = list[tuple[Range, Cursor]]
 
 
 class Claims:
-    """`next` is for routes; `run` is the one loop that claims."""
+    """`next` is for routes; `run` is the one loop that claims; `finish` ends it."""
 
     def __init__(
         self,
@@ -98,12 +99,13 @@ class Claims:
             group_of=lambda call: (call.queue, call.kinds),
             hand_back=lambda grant: grant.refuse() if grant else None,
         )
-        self.run: Callable[[], Coroutine[object, object, None]] = self._coalescer.run
+        self._turn = asyncio.Lock()
+        """Held by the claim in flight, and by `finish` for good."""
+        self._loop: asyncio.Task[object] | None = None
         self._connection: Connection | None = None
         self._known: dict[str, tuple[float, Places]] = {}
         """By queue, where surveys are slow: until when what was found is used, and where to go on."""
-        self._lost: list[tuple[Backend | None, float, list[str]]] = []
-        """Claims without an answer, at most MOST_OUTSTANDING: server process, since when, their requests that nobody can repeat."""
+        self._lost = LostClaims(database, limit_seconds=claim_timeout_seconds)
         self._returning: deque[Key] = deque(maxlen=1_000)
         """What is on its way back: a request that finds it must not take it."""
 
@@ -121,14 +123,42 @@ class Claims:
         ordered = None if kinds is None else tuple(sorted(set(kinds)))
         return await self._coalescer.ask(Call(wish, queue, ordered, request_id is not None))
 
+    async def run(self) -> None:
+        """Claim until cancelled."""
+        self._loop = asyncio.current_task()
+        await self._coalescer.run()
+
+    async def finish(self, limit_seconds: float) -> None:
+        """Nothing more is asked for, and nothing more is claimed: what claims without an answer have taken goes back. The one in
+        flight has half of the limit to end. What cannot go back within the limit expires, and is named."""
+        until = local_seconds() + limit_seconds
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_seconds / 2):
+                    await self._turn.acquire()
+            async with asyncio.timeout(max(until - local_seconds(), 0)):
+                if self._loop is not None:
+                    self._loop.cancel()  # a claim that has no answer by now counts as lost
+                    await asyncio.wait({self._loop})
+                while self._lost.may_hold_tasks:
+                    await self._ready_connection()
+                    await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        except DATABASE_ERRORS as error:
+            said = "a claim without an answer may still take tasks, which are then left to lease expiry"
+            logs.emit(events.CLAIM_FAILED, error=said, error_type=type(error).__name__)
+
     async def _serve(self, members: Sequence[Member]) -> None:
+        async with self._turn:
+            await self._serve_in_turn(members)
+
+    async def _serve_in_turn(self, members: Sequence[Member]) -> None:
         calls: dict[tuple[str, str], list[Member]] = {}
         for member in members:
             calls.setdefault(member.wish.key, []).append(member)
         asked = {key: same[0].wish for key, same in calls.items()}
         try:
             connection = await self._ready_connection()
-            if len(self._lost) >= MOST_OUTSTANDING:
+            if self._lost.are_too_many:
                 for member in members:
                     member.refuse(database_unavailable())
                 return
@@ -179,9 +209,9 @@ class Claims:
             async with asyncio.timeout(self._claim_timeout_seconds):
                 await read_moments_as_microseconds(connection)
             self._connection = connection
-        if self._lost:
+        if self._lost.outstanding:
             async with asyncio.timeout(self._claim_timeout_seconds):
-                await self._recover_lost(connection)
+                await self._lost.give_back(connection)
         return connection
 
     async def _claim(
@@ -205,11 +235,10 @@ class Claims:
                     await connection.execute("COMMIT")
             standbys.believe(connection)
         except BaseException as error:
-            # What the caller can repeat, the repetition finds; the rest, of an earlier statement perhaps, goes back once this can
-            # no longer commit.
+            # Something may have been claimed, by an earlier statement perhaps.
             generated = [call.wish.request_id for call in asked.values() if not call.may_be_repeated]
             if generated or sqlstate(error) is None or connection.is_closed():
-                self._lost.append((connection.backend, local_seconds(), generated))
+                self._lost.add(connection, generated)
             raise
         REMOTE.claim_seconds.observe(local_seconds() - sent_at)
         return found, claimed
@@ -263,31 +292,6 @@ class Claims:
             else:
                 left.append((place, cursor))
         return left
-
-    async def _recover_lost(self, connection: Connection) -> None:
-        """Give back what claims without an answer have taken, and forget those that are surely over and have nothing left."""
-        over = []
-        for one in self._lost:
-            backend, since, _ = one
-            if await is_over(connection, self._database, backend, since, limit_seconds=self._claim_timeout_seconds):
-                over.append(one)
-        request_ids = [id for _, _, ids in over for id in ids]
-        left: set[str] = set()
-        if request_ids:
-            for task in await task_claiming.recover(connection, self._database, request_ids=request_ids):
-                logs.emit(
-                    events.JOB_RELEASED,
-                    job_id=task.id,
-                    kind=task.kind,
-                    queue=task.queue,
-                    attempt=task.attempt,
-                    fence=task.fence,
-                    processor=task.processor,
-                    duration_ms=task.since_claim_ms,
-                    reason="claim_lost",
-                )
-            left = await task_claiming.still_claimed(connection, self._database, request_ids=request_ids)
-        self._lost = [one for one in self._lost if one not in over or not left.isdisjoint(one[2])]
 
 
 def _in_order(ranges: Sequence[Range]) -> Places:

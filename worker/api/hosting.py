@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.1
 _END_SECONDS = 0.3
+"""For what is still under way when the daemon has ended."""
+_FINISH_SECONDS = 2.0
+"""For what goes back then; as a rule there is nothing."""
+_JOIN_SECONDS = 3.0
+"""For both, and for closing the connections."""
 
 
 class Hosting:
@@ -48,7 +53,7 @@ class Hosting:
             yield
         finally:
             over.set()
-            ending.join_loop(thread, _END_SECONDS)
+            ending.join_loop(thread, _JOIN_SECONDS)
 
     def _turn(self, worker: Worker, over: threading.Event) -> None:
         try:
@@ -67,17 +72,21 @@ class Hosting:
                 loops = group.create_task(api.run(), name="http loops")
                 watching = group.create_task(self._watch(api, worker, server, over), name="http watch")
                 await server.listen()
-                await api.outcomes.finish(_END_SECONDS)
+                await api.finish(_FINISH_SECONDS)
                 loops.cancel()
                 watching.cancel()
         finally:
             await api.close()
 
     async def _watch(self, api: Api, worker: Worker, server: Server, over: threading.Event) -> None:
-        """Hear of the database, which the daemon verifies, and of the stop, however busy the daemon's loop is."""
-        while not (worker.is_stopping or over.is_set()):
-            if worker.parts is not None and not api.is_verified:
+        """Hear of the database, which the daemon verifies, of the stop, however busy the daemon's loop is, and of its end."""
+        while not over.is_set():
+            if worker.is_stopping:
+                server.should_exit = True
+            elif worker.parts is not None and not api.is_verified:
                 api.is_verified = True
                 logs.emit(events.HTTP_READY)
             await asyncio.sleep(_LOOK_SECONDS)
         server.should_exit = True
+        await asyncio.sleep(_END_SECONDS)
+        server.force_exit = True

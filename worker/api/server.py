@@ -26,7 +26,7 @@ from worker.systemd import Notifier
 from worker.version import VERSION
 
 _BEAT_SECONDS = 1.0
-_SPARE_SECONDS = 1.0
+_SPARE_SECONDS = 2.0
 _END_SECONDS = 2.0
 
 
@@ -83,7 +83,7 @@ class _Process:
                 await asyncio.wait({listening, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 self._server.should_exit = True
                 await listening
-                await self._api.outcomes.finish(_SPARE_SECONDS)
+                await self._api.finish(_SPARE_SECONDS)
             finally:
                 for helper in (stopping, *helpers):
                     helper.cancel()

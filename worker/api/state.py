@@ -16,6 +16,7 @@ from worker.api.name_beats import ROLE as NAMES_ROLE
 from worker.api.name_beats import NameBeats
 from worker.api.outcomes import FINISH_SETTINGS, Outcomes
 from worker.api.problems import database_unavailable
+from worker.clock import local_seconds
 from worker.domain import Backoff
 from worker.settings import Settings
 from worker.store import claiming, task_claiming, tasks
@@ -79,6 +80,12 @@ class Api:
             group.create_task(self.outcomes.run(), name="http outcomes")
             group.create_task(self.heartbeats.run(), name="http heartbeats")
             group.create_task(self.name_beats.run(), name="http names")
+
+    async def finish(self, limit_seconds: float) -> None:
+        """Nothing more is asked for: what nobody has taken goes back, within the limit. The rest expires."""
+        until = local_seconds() + limit_seconds
+        await self.claims.finish(limit_seconds)
+        await self.outcomes.finish(max(until - local_seconds(), 0))
 
     async def close(self) -> None:
         """Close the connections, in peace if that is quick."""
