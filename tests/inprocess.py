@@ -17,7 +17,7 @@ from tests.waiting import await_for, until_cancelled
 from worker import Handlers, Job, Settings, Worker, enqueue, events
 from worker.domain_json import decode_json
 from worker.events import ALL, Event
-from worker.store.connection import Connection, Database
+from worker.store.connection import Connection, Database, SessionLimits
 
 SHAPES: dict[str, dict[str, Any]] = {"batches": {}, "single": {"claim_batch": 1, "commit_batch": 1}}
 """The default shape, and the textbook one: one claim statement and one transaction a job."""
@@ -32,6 +32,9 @@ _QUICK = {
     "name": "test",
     "workers": 4,
 }
+
+_PATIENT = SessionLimits(statement_timeout_seconds=60, lock_timeout_seconds=60, idle_in_transaction_seconds=60)
+"""Of the tests' own sessions: no stall of the machine ends them."""
 
 
 def quick(dsn: str, **settings: Any) -> Settings:
@@ -143,7 +146,7 @@ class Run:
         assert row is not None, f"no job {id}"
         return dict(row) | {"result": None if row["result"] is None else decode_json(row["result"])}
 
-    async def ended(self, id: int, timeout_seconds: float = 10) -> Mapping[str, Any]:
+    async def ended(self, id: int, timeout_seconds: float = 30) -> Mapping[str, Any]:
         """The row once its job is terminal. The log may be a moment behind: see `said`."""
 
         async def terminal() -> Mapping[str, Any] | None:
@@ -175,7 +178,7 @@ class Run:
         async with self._turn:
             return [row[0] for row in await self.connection.fetch(sql, *arguments)]
 
-    async def said(self, event: Event, timeout_seconds: float = 10, **fields: object) -> dict[str, Any]:
+    async def said(self, event: Event, timeout_seconds: float = 30, **fields: object) -> dict[str, Any]:
         """The first such line; waits for it, since lines follow the rows they tell of."""
         found = await await_for(lambda: self.log.find(event, **fields), timeout_seconds)
         return dict(found[0])
@@ -184,7 +187,7 @@ class Run:
 @contextlib.asynccontextmanager
 async def seen(dsn: str, *, schema: str = "public") -> AsyncIterator[Run]:
     """The database without a Worker: enqueue first, start Workers with `working`."""
-    connection = await Database(dsn, schema=schema, environ={}).connect("test")
+    connection = await Database(dsn, schema=schema, environ={}, limits=_PATIENT).connect("test")
     try:
         with listening() as log:
             yield Run(dsn, connection, log, schema)

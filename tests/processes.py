@@ -65,7 +65,7 @@ class Daemon:
         wanted = {"event": event, **fields}
         return [entry for entry in self.events if wanted.items() <= entry.items()]
 
-    def wait_for_event(self, event: str, timeout_seconds: float = 10, **fields: object) -> dict[str, Any]:
+    def wait_for_event(self, event: str, timeout_seconds: float = 30, **fields: object) -> dict[str, Any]:
         """The first such event; fails at once when the process ends without it."""
 
         def logged_or_ended() -> bool:

@@ -18,10 +18,12 @@ from psycopg.types.json import Jsonb
 from tests.processes import Daemon, environment
 
 TOKEN = "a-token-that-only-tests-know"
+# Little is waited for on purpose; but no time-out is so short that a busy machine answers 503 by itself.
 QUICK = {
-    "WORKER_LEASE_SECONDS": "2",
+    "WORKER_LEASE_SECONDS": "20",
+    "WORKER_CLAIM_TIMEOUT_SECONDS": "10",
+    "WORKER_QUERY_TIMEOUT_SECONDS": "10",
     "WORKER_BACKOFF_BASE_SECONDS": "0.05",
-    "WORKER_QUERY_TIMEOUT_SECONDS": "1",
     "WORKER_SHUTDOWN_GRACE_SECONDS": "2",
 }
 

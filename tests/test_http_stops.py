@@ -18,7 +18,7 @@ import pytest
 
 from tests.processes import Daemon, below_a_namespace, environment, process_1_of
 from tests.serving import TOKEN, Served
-from tests.waiting import wait_for
+from tests.waiting import wait_for, wait_while
 from worker.api.gate import BODY_SECONDS
 
 
@@ -58,11 +58,10 @@ def test_what_is_under_way_is_answered_before_the_end(database_url: str, serve: 
     id = served.add()
     task = served.claimed(lease_seconds=60)
     answers: list[int] = []
-    slow_down_updates(served, "2")
+    hold_up_updates(served)
     asking = threading.Thread(target=lambda: answers.append(served.tell("complete", task).status_code))
     asking.start()
-    wait_for(lambda: updates_under_way(served))
-    served.process.signal(signal.SIGTERM)
+    stop_amidst_an_update(served)
     asking.join(30)
     assert answers == [202]
     assert served.process.wait() == 0
@@ -74,29 +73,40 @@ def test_what_is_under_way_is_answered_before_the_end(database_url: str, serve: 
 def test_a_claim_that_nobody_takes_any_more_goes_back_before_the_end(database_url: str, serve: Callable[..., Served]) -> None:
     """Worker and server are stopped at the same moment: the task keeps its attempt, and does not wait for its lease to end."""
     patient = {"WORKER_LEASE_SECONDS": "60", "WORKER_CLAIM_TIMEOUT_SECONDS": "20", "WORKER_SHUTDOWN_GRACE_SECONDS": "20"}
-    served = serve(database_url, **patient)
+    served = serve(database_url, **patient, WORKER_QUERY_TIMEOUT_SECONDS="20")
     id = served.add()
-    slow_down_updates(served, "CASE NEW.state WHEN 'running' THEN 2 ELSE 0.25 END")
+    hold_up_updates(served)
     text = b'{"processor": "p1"}'
     head = f"POST /api/tasks/next HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", served.port)) as client:
         client.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(text) + text)
         wait_for(lambda: updates_under_way(served))
-    assert served.process.stop() == 0
+    stop_amidst_an_update(served)
+    assert served.process.wait() == 0
     assert (served.job(id).state, served.job(id).attempts) == ("ready", 0)
 
 
-def slow_down_updates(served: Served, seconds: str) -> None:
-    """Each update of a job takes so long, an SQL expression, from now on."""
+def hold_up_updates(served: Served) -> None:
+    """From now on a job's update waits for a lock that we have, and one that gives it back takes its time afterwards."""
     served.db.execute(
-        "CREATE FUNCTION slowly() RETURNS trigger LANGUAGE plpgsql AS"
-        f" $$ BEGIN PERFORM pg_sleep({seconds}); RETURN NEW; END $$;"
-        " CREATE TRIGGER slow BEFORE UPDATE ON jobs FOR EACH ROW EXECUTE FUNCTION slowly()"
+        "CREATE FUNCTION wait_for_us() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0 AS"
+        " $$ BEGIN PERFORM pg_advisory_xact_lock_shared(7), pg_sleep(CASE NEW.state WHEN 'ready' THEN 0.25 ELSE 0 END);"
+        " RETURN NEW; END $$;"
+        " CREATE TRIGGER held_up BEFORE UPDATE ON jobs FOR EACH ROW EXECUTE FUNCTION wait_for_us(); SELECT pg_advisory_lock(7)"
     )
 
 
 def updates_under_way(served: Served) -> list[Any]:
-    return served.ask("SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'")
+    return served.ask("SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'")
+
+
+def stop_amidst_an_update(served: Served) -> None:
+    """The update goes on once the server has begun to stop."""
+    wait_for(lambda: updates_under_way(served))
+    served.process.signal(signal.SIGTERM)
+    served.process.wait_for_event("shutdown_started")
+    wait_while(lambda: served.process.process.poll() is None and updates_under_way(served), 0.5)
+    served.ask("SELECT pg_advisory_unlock(7)")
 
 
 def test_a_request_that_hangs_does_not_hold_up_the_end(database_url: str, serve: Callable[..., Served]) -> None:

@@ -8,13 +8,17 @@ from random import Random
 
 import psycopg
 
+from tests.stopping import LONG_LEASE
 from tests.waiting import any_moment, wait_for
 from tests.workplace import POLL_NEVER, Workplace, both_shapes, frozen
+
+ONLY_WOKEN = LONG_LEASE | POLL_NEVER
+"""Nobody tells a process whose presence has lapsed: a short one might, when the machine stands still for a while."""
 
 
 @both_shapes
 def test_a_hungry_process_is_woken_by_an_insert(workplace: Workplace, shape: dict[str, str]) -> None:
-    workplace.daemon(**shape, **POLL_NEVER)
+    workplace.daemon(**shape, **ONLY_WOKEN)
     for _ in range(3):
         workplace.wait_until_only_notifications_wake()
         workplace.wait_for_state(workplace.add("nap"), "succeeded")
@@ -22,7 +26,7 @@ def test_a_hungry_process_is_woken_by_an_insert(workplace: Workplace, shape: dic
 
 def test_a_lost_listener_is_replaced(workplace: Workplace) -> None:
     """B1: a job inserted later starts at once."""
-    daemon = workplace.daemon(**POLL_NEVER)
+    daemon = workplace.daemon(**ONLY_WOKEN)
     workplace.wait_until_only_notifications_wake()
     assert workplace.terminate("listen") == 1
     daemon.wait_for_event("listener_lost")
@@ -33,7 +37,7 @@ def test_a_lost_listener_is_replaced(workplace: Workplace) -> None:
 
 def test_a_job_inserted_while_nobody_listens_is_found_right_after(workplace: Workplace) -> None:
     """B3: after every LISTEN comes one look at the table."""
-    workplace.daemon(**POLL_NEVER)
+    workplace.daemon(**ONLY_WOKEN)
     for _ in range(3):
         workplace.wait_until_only_notifications_wake()
         with workplace.db.transaction():  # the notification goes out after its listener has gone
@@ -45,7 +49,7 @@ def test_a_job_inserted_while_nobody_listens_is_found_right_after(workplace: Wor
 def test_a_frozen_listener_is_found_out_and_replaced(private_workplace: Workplace) -> None:
     """K4: no error, no end, no notification; it answers no probe."""
     workplace = private_workplace
-    daemon = workplace.daemon(**POLL_NEVER)
+    daemon = workplace.daemon(**ONLY_WOKEN)
     workplace.wait_until_only_notifications_wake()
     (pid,) = workplace.backends("listen")
     with frozen([pid]):
@@ -56,7 +60,7 @@ def test_a_frozen_listener_is_found_out_and_replaced(private_workplace: Workplac
 
 def test_a_process_asks_to_be_woken_again_where_a_new_connection_leads(workplace: Workplace) -> None:
     """After a failover to a standby that has not heard of it yet, for example."""
-    workplace.daemon(**POLL_NEVER)
+    workplace.daemon(**ONLY_WOKEN)
     workplace.wait_until_only_notifications_wake()
     with workplace.db.transaction():
         workplace.db.execute("UPDATE processes SET hungry = false")
@@ -66,17 +70,17 @@ def test_a_process_asks_to_be_woken_again_where_a_new_connection_leads(workplace
 
 def test_the_size_of_a_payload_never_reaches_the_notification(workplace: Workplace) -> None:
     """B5: 8,000 bytes are too much for a NOTIFY. And 5,000 jobs in one transaction are one."""
-    workplace.daemon(**POLL_NEVER, WORKER_LOG_LEVEL="warning", ready=False, WORKERS="50")
+    workplace.daemon(**ONLY_WOKEN, WORKER_LOG_LEVEL="warning", ready=False, WORKERS="50")
     workplace.wait_until_only_notifications_wake()
     large = workplace.add("nap", {"text": "x" * 1_000_000})
     workplace.wait_for_state(large, "succeeded")
     workplace.wait_until_only_notifications_wake()
     workplace.add_many(5_000, "noop")
-    workplace.wait_until_all("succeeded", 20)
+    workplace.wait_until_all("succeeded", 45)
 
 
 def test_an_insert_by_a_role_that_may_only_insert_wakes_too(workplace: Workplace) -> None:
-    workplace.daemon(**POLL_NEVER)
+    workplace.daemon(**ONLY_WOKEN)
     workplace.wait_until_only_notifications_wake()
     with psycopg.connect(workplace.url, autocommit=True) as owner:
         role = f"inserts_{workplace.db.info.dbname}"
@@ -100,7 +104,7 @@ def test_many_sleepers_do_not_fight_over_single_jobs(workplace: Workplace) -> No
         for _ in range(jobs):
             other.execute("INSERT INTO jobs (kind, payload) VALUES ('noop', '{}')")
             any_moment(arrivals, 0.008)
-    wait_for(lambda: workplace.states() == {"succeeded": jobs})
+    wait_for(lambda: workplace.states() == {"succeeded": jobs}, 30)
     for daemon in daemons:
         assert daemon.stop() == 0
     wait_for(lambda: not workplace.backends())
@@ -110,7 +114,7 @@ def test_many_sleepers_do_not_fight_over_single_jobs(workplace: Workplace) -> No
 
 def test_a_flood_of_notifications_ends_in_one_look(workplace: Workplace) -> None:
     """B8: the loop is blocked while 20,000 of them arrive; memory stays flat, and the next job starts at once."""
-    daemon = workplace.daemon(**POLL_NEVER)
+    daemon = workplace.daemon(**ONLY_WOKEN)
     workplace.wait_until_only_notifications_wake()
     workplace.wait_for_state(workplace.add("nap"), "succeeded")
     channel = workplace.value("SELECT wake_channel()")
@@ -125,7 +129,7 @@ def test_a_flood_of_notifications_ends_in_one_look(workplace: Workplace) -> None
 
 @both_shapes
 def test_a_retry_wakes_a_process(workplace: Workplace, shape: dict[str, str]) -> None:
-    workplace.daemon(**shape, **POLL_NEVER)
+    workplace.daemon(**shape, **ONLY_WOKEN)
     id = workplace.add("fail", max_attempts=1)
     workplace.wait_for_state(id, "dead")
     workplace.wait_until_only_notifications_wake()
@@ -134,7 +138,7 @@ def test_a_retry_wakes_a_process(workplace: Workplace, shape: dict[str, str]) ->
 
 
 def test_a_reaped_job_wakes_a_process_that_reaps_nothing_itself(workplace: Workplace) -> None:
-    workplace.daemon(**POLL_NEVER, WORKER_REAP_SECONDS="300")
+    workplace.daemon(**ONLY_WOKEN, WORKER_REAP_SECONDS="300")
     workplace.wait_until_only_notifications_wake()
     workplace.daemon(WORKER_QUEUES="another")
     workplace.db.execute("""

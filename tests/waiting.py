@@ -14,7 +14,7 @@ LOOK_AGAIN_SECONDS = 0.02
 T = TypeVar("T")
 
 
-def wait_for(fact: Callable[[], T], timeout_seconds: float = 10) -> T:
+def wait_for(fact: Callable[[], T], timeout_seconds: float = 30) -> T:
     """The first true answer of `fact`, in which an AssertionError means: not yet. Fails after the time.
 
     What must hold all the while is noted in `fact` and asserted afterwards.
@@ -29,7 +29,7 @@ def wait_for(fact: Callable[[], T], timeout_seconds: float = 10) -> T:
         time.sleep(LOOK_AGAIN_SECONDS)
 
 
-async def await_for(fact: Callable[[], T | Awaitable[T]], timeout_seconds: float = 10) -> T:
+async def await_for(fact: Callable[[], T | Awaitable[T]], timeout_seconds: float = 30) -> T:
     """The same inside a running loop, which goes on meanwhile; `fact` may be a coroutine function."""
     deadline = time.monotonic() + timeout_seconds
     while True:

@@ -213,7 +213,7 @@ class Workplace:
                 found.append(Note(said, of, int(attempt), int(fence), int(pid), float(at)))
         return found
 
-    def wait_for_notes(self, word: str, key: str | None = None, *, count: int = 1, timeout_seconds: float = 10) -> list[Note]:
+    def wait_for_notes(self, word: str, key: str | None = None, *, count: int = 1, timeout_seconds: float = 30) -> list[Note]:
         def noted() -> list[Note]:
             found = self.notes(word, key)
             assert len(found) >= count, self.notes()
