@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from psycopg.rows import namedtuple_row
 from tests.commands import worker
 from tests.processes import Daemon, environment
 from tests.waiting import wait_for
+from tests.workplace import frozen
 
 LEASE_SECONDS = 1.0
 SLOW_MACHINE_SECONDS = 10.0
@@ -30,6 +32,8 @@ VARIABLES = {
     "WORKER_QUERY_TIMEOUT_SECONDS": "1",
     "WORKER_LOG_LEVEL": "debug",
 }
+CALM = {"WORKER_LEASE_SECONDS": "60", "WORKER_QUERY_TIMEOUT_SECONDS": "10"}
+"""For what is not about an expiry: no stall of the machine costs the lease, or keeps it from being released."""
 
 
 class Fleet:
@@ -57,13 +61,13 @@ class Fleet:
     def lead(self, *arguments: str, **variables: str) -> Daemon:
         """One more instance, once it has the lease."""
         instance = self.run(*arguments, **variables)
-        instance.wait_for_event("generator_leader")
+        instance.wait_for_event("generator_leader", 30)
         return instance
 
     def stand_by(self, **variables: str) -> Daemon:
         """One more instance, once it has found another one producing."""
         instance = self.run(**variables)
-        instance.wait_for_event("generator_standby")
+        instance.wait_for_event("generator_standby", 30)
         return instance
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -93,7 +97,7 @@ class Fleet:
             holder = self.holder
             return [one for one in self.instances if one.find("generator_leader", worker=holder)]
 
-        return wait_for(found)[0]
+        return wait_for(found, 30)[0]
 
     def slots(self) -> list[tuple[datetime, timedelta]]:
         """The moment of each slot that has a job and how late it came, in the order of production."""
@@ -105,7 +109,7 @@ class Fleet:
         count: int = self.value("SELECT count(*) FROM jobs")
         return count
 
-    def wait_for_more(self, jobs: int = 1, timeout_seconds: float = 10) -> None:
+    def wait_for_more(self, jobs: int = 1, timeout_seconds: float = 30) -> None:
         """So many jobs more than now."""
         before = self.produced()
         wait_for(lambda: self.produced() >= before + jobs, timeout_seconds)
@@ -207,6 +211,22 @@ def slow_insert(seconds: float) -> str:
         END $$;
         CREATE TRIGGER slow AFTER INSERT ON jobs FOR EACH STATEMENT EXECUTE FUNCTION be_slow();
     """
+
+
+@contextlib.contextmanager
+def frozen_between_slots(fleet: Fleet, leader: Daemon) -> Iterator[None]:
+    """The leader stands still for the block, and has told of all that it has produced. Nobody else has produced lately."""
+
+    def all_is_told() -> bool:
+        told = sum(event["jobs"] for one in fleet.instances for event in one.find("generator_produced"))
+        return not in_production(fleet) and told == fleet.produced()
+
+    for _ in range(1000):
+        with frozen([leader.pid]):
+            if all_is_told():
+                yield
+                return
+    raise AssertionError("it was in the middle of a production each time")
 
 
 def in_production(fleet: Fleet) -> bool:

@@ -1,8 +1,8 @@
 """Many processes that want one lease: `python -m tests.lease_contenders FOLDER DSN…`, one contender for each DSN.
 
 Started by fork from a process that has imported everything, so that fifty cost little. Each prints nothing; inside the lease it
-writes into `history` on a connection of its own, each time in one transaction behind `check_fence`, and notes in a file of its own
-when it believed to hold the lease, by the clock that all processes of a host share.
+writes into `history` on a connection of its own, each time in one transaction behind `check_fence`, and notes in files of its own
+when it believed to hold the lease, and when it did not run, by the clock that all processes of a host share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import TextIO
 
 import asyncpg
 
@@ -23,7 +26,21 @@ from worker.errors import DatabaseUnavailable
 
 NAME = "contested"
 TTL_SECONDS = 1.0
+LOOK_SECONDS = 0.04
+"""Less than half of the margin of such a lease."""
 TROUBLE = (LeaseHeld, LeaseLost, DatabaseUnavailable, OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
+
+
+def note_sleep(notes: Path) -> None:
+    """From when to when this process did not run: it was frozen, or the host had no time for it."""
+    before = local_seconds()
+    with notes.open("a", buffering=1) as file:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            now = local_seconds()
+            if now - before > 2 * LOOK_SECONDS:
+                file.write(f"asleep {os.getpid()} {before} {now}\n")
+            before = now
 
 
 async def pause(*seconds: float) -> None:
@@ -39,6 +56,7 @@ async def write(connection: asyncpg.Connection, fence: int, what: str) -> None:
 
 
 async def contend(dsn: str, notes: Path) -> None:
+    threading.Thread(target=note_sleep, args=(notes.with_name(f"{notes.name}-asleep"),), daemon=True).start()
     with notes.open("a", buffering=1) as file:
         while True:
             with contextlib.suppress(*TROUBLE):
@@ -53,7 +71,7 @@ async def contend(dsn: str, notes: Path) -> None:
             await pause(0.05, 0.1, 0.2)
 
 
-async def hold_once(leases: Leases, connection: asyncpg.Connection, file) -> None:  # type: ignore[no-untyped-def]
+async def hold_once(leases: Leases, connection: asyncpg.Connection, file: TextIO) -> None:
     async with leases.hold(NAME, ttl_seconds=TTL_SECONDS, wait_seconds=60) as held:
         entered_at = local_seconds()
         try:
@@ -62,7 +80,7 @@ async def hold_once(leases: Leases, connection: asyncpg.Connection, file) -> Non
             await pause(0.01, 0.05, 0.2, 1.3)
             await write(connection, held.fence, "leave")
         finally:
-            file.write(f"{held.fence} {os.getpid()} {entered_at} {local_seconds()}\n")
+            file.write(f"held {os.getpid()} {entered_at} {local_seconds()}\n")
 
 
 def main() -> None:

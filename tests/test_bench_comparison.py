@@ -14,6 +14,7 @@ from tests.servers import Server
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_comparison_prints_ratios_of_one_run_and_names_what_cannot_be_installed(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.bench.compare", "--database-url", server.dsn, "--directory", str(tmp_path)]
     amount = ("--jobs", "100", "--runs", "2", "--tasks", "2", "--workloads", "effect", "--json", str(tmp_path / "results.json"))
@@ -25,7 +26,7 @@ def test_the_comparison_prints_ratios_of_one_run_and_names_what_cannot_be_instal
         # Nowhere is there an npm.
         env=environment(tmp_path, PATH=str(tmp_path)),
         cwd=ROOT,
-        timeout=100,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]

@@ -38,12 +38,13 @@ def bench(url: str, directory: Path, *arguments: str) -> contextlib.AbstractCont
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_bench_removes_its_schema_and_ends_its_daemons(
     empty_database_url: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     with bench(empty_database_url, tmp_path, "drain", "--jobs", "100000") as process:
-        pids = wait_for(lambda: daemons(empty_database_url), 30)
+        pids = wait_for(lambda: daemons(empty_database_url), 60)
         assert all(map(lives, pids))
         process.send_signal(number)
         printed, complaint = process.communicate(timeout=60)
@@ -53,10 +54,11 @@ def test_an_interrupted_bench_removes_its_schema_and_ends_its_daemons(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_scenario_that_fails_is_named_and_the_others_go_on(empty_database_url: str, tmp_path: Path) -> None:
-    with bench(empty_database_url, tmp_path, "processes", "latency", *SMALL, "--jobs", "3000") as process:
-        os.kill(wait_for(lambda: daemons(empty_database_url), 30)[0], signal.SIGKILL)
-        printed, complaint = process.communicate(timeout=100)
+    with bench(empty_database_url, tmp_path, "processes", "latency", *SMALL, "--jobs", "9000") as process:
+        os.kill(wait_for(lambda: daemons(empty_database_url), 60)[0], signal.SIGKILL)
+        printed, complaint = process.communicate(timeout=200)
     document = json.loads(printed)
     assert process.returncode == 1
     assert len(document["failures"]) == 1

@@ -83,7 +83,7 @@ async def test_a_locked_table_of_one_effect_holds_up_no_other_job(database_url: 
         async def others_are_done() -> bool:
             return await ended(run, "quick") == 200
 
-        await await_for(others_are_done, 10)
+        await await_for(others_are_done, 30)
         assert await ended(run, "note") == 0
         await transaction.rollback()
 
@@ -111,7 +111,7 @@ async def test_a_locked_row_of_one_finished_job_holds_up_no_other_job(database_u
         async def others_are_done() -> bool:
             return await run.value("SELECT count(*) FROM jobs WHERE kind = 'quick' AND state <> 'succeeded'") == 0
 
-        await await_for(others_are_done, 10)
+        await await_for(others_are_done, 30)
         assert await ended(run, "locked") == 0
         await transaction.rollback()
 
@@ -134,7 +134,7 @@ async def test_an_effect_that_always_raises_what_an_outage_raises_is_its_own_fai
         async def dead() -> bool:
             return await ended(run, "raise", "dead") == 1
 
-        await await_for(dead, 30)
+        await await_for(dead, 60)
         assert "effect 1" in await run.value("SELECT last_error FROM jobs WHERE kind = 'raise'")
 
         async def neighbours_are_done() -> bool:
@@ -152,7 +152,7 @@ async def test_an_effect_that_ends_its_connection_each_time_is_its_own_failure(d
         async def over() -> bool:
             return await ended(run, "end", "dead") == 1 and await ended(run, "note") == 5
 
-        await await_for(over, 40)
+        await await_for(over, 80)
 
 
 async def test_a_locked_presence_keeps_no_lease_from_being_renewed(database_url: str) -> None:
@@ -167,13 +167,13 @@ async def test_a_locked_presence_keeps_no_lease_from_being_renewed(database_url:
         first = job._held.trusted_until
 
         def renewed_twice() -> bool:
-            return job._held.trusted_until > first + 1
+            return job._held.trusted_until > first + 3
 
-        await await_for(renewed_twice, 10)
+        await await_for(renewed_twice, 20)
         await transaction.rollback()
 
-    async with running(database_url, handlers, lease_seconds=2) as run, another(run.dsn) as other:
-        row = await run.run("wait", max_attempts=1)
+    async with running(database_url, handlers, lease_seconds=6, job_timeout_seconds=60) as run, another(run.dsn) as other:
+        row = await run.ended(await run.enqueue("wait", max_attempts=1), 30)
         assert (row["state"], row["attempts"]) == ("succeeded", 1)
 
 

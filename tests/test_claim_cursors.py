@@ -34,6 +34,8 @@ async def test_whoever_comes_to_stand_before_the_cursor_is_found(database_url: s
     """A transaction that commits late, a row that was locked in passing, a job that was released."""
     handlers, started = noting()
     async with seen(database_url) as late, seen(database_url) as locker, running(database_url, handlers, **shape) as run:
+        for other in (late, locker):  # they wait in their transactions for as long as the jobs take
+            await other.connection.execute("SET idle_in_transaction_session_timeout = 0")
         async with late.connection.transaction():
             await add(late, "late")
             async with locker.connection.transaction():

@@ -66,6 +66,7 @@ async def test_plans_stay_right_with_much_history_under_an_old_snapshot(database
             " SELECT '{}', CASE WHEN n % 50 = 0 THEN 'dead' ELSE 'succeeded' END, now(), nextval('fence_seq'),"
             " now() - interval '2 days', now() - interval '2 days' FROM generate_series(1, 1000000) AS n"
         )
+        await old.connection.execute("SET idle_in_transaction_session_timeout = 0")
         await old.connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
         await old.connection.fetchval("SELECT count(*) FROM schema_version")
         # What the old snapshot keeps: the dead entries of jobs that were claimed and completed since.

@@ -114,6 +114,7 @@ def test_an_interrupted_demo_cleans_up(open_dir: Path, number: signal.Signals) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_newcomer_runs_enqueues_and_lists_on_the_private_postgresql(open_dir: Path, daemon: Callable[..., Daemon]) -> None:
     place = ["--embedded", "--data-dir", str(open_dir / "data")]
     # Before any daemon: the command starts the server, gives it the schema and stops it again.
@@ -125,10 +126,10 @@ def test_a_newcomer_runs_enqueues_and_lists_on_the_private_postgresql(open_dir: 
     process = daemon(*place, TMPDIR=str(open_dir))
     process.wait_for_event("daemon_ready", 30)
     url = shlex.split(re.findall(r"^DATABASE_URL=(.*)$", process.stderr, re.MULTILINE)[0])[0]
-    process.wait_for_event("job_succeeded")
+    process.wait_for_event("job_succeeded", 30)
     second = worker("enqueue", *place, "message", '{"message": "hi"}', directory=open_dir, TMPDIR=str(open_dir))
     assert second.returncode == 0, second.stderr
-    wait_for(lambda: len(process.find("job_succeeded")) == 2)
+    wait_for(lambda: len(process.find("job_succeeded")) == 2, 30)
     listed = worker("jobs", "list", *place, "--json", directory=open_dir, TMPDIR=str(open_dir))
     assert [job["state"] for job in json.loads(listed.stdout)] == ["succeeded", "succeeded"]
     with psycopg.connect(url) as connection:

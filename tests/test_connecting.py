@@ -21,7 +21,7 @@ async def test_a_silent_host_does_not_use_up_the_time_of_the_next(server: Server
     async with Port() as silent, Proxy(server.dsn) as proxy:
         dsn = proxy.dsn.replace("host=127.0.0.1", "host=127.0.0.1,127.0.0.1")
         dsn = dsn.replace(f"port={proxy.port}", f"port={silent.port},{proxy.port}")
-        async with connected(dsn, connect_timeout_seconds=3.0) as connection:
+        async with connected(dsn, connect_timeout_seconds=6.0) as connection:
             assert await connection.fetchval("SELECT 1") == 1
 
 

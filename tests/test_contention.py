@@ -85,7 +85,8 @@ async def test_whatever_meets_on_the_same_rows_nobody_is_told_of_a_deadlock(
 
     async def repeat(step: Callable[[Connection], Awaitable[None]]) -> None:
         connection = await database.connect("test", statement_timeout_seconds=30)
-        await connection.execute(f"SET deadlock_timeout = '{looks_after['commands']}'")
+        # Who waits long for somebody else's lock is told of something else.
+        await connection.execute(f"SET deadlock_timeout = '{looks_after['commands']}'; SET lock_timeout = '30s'")
         try:
             for _ in range(ROUNDS):
                 await step(connection)

@@ -62,7 +62,7 @@ def as_service(lines: dict[str, str]) -> list[str]:
 def by_hand(*arguments: str) -> list[str]:
     """What the README's function calls systemd-run with."""
     text = f"""systemd-run() {{ printf '%s\\n' "$@"; }}\n{block("sh", "systemd-run")}\nworker {shlex.join(arguments)}"""
-    done = subprocess.run(["bash", "-eu", "-c", text], capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(["bash", "-eu", "-c", text], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.splitlines()
 
 
@@ -83,7 +83,7 @@ def test_systemd_run_knows_the_options_of_commands_by_hand() -> None:
     given = by_hand()
     options = given[: given.index(PROGRAM)]
     for more, is_known in (([], True), (["--no-such-option"], False)):
-        done = subprocess.run(["systemd-run", *options, *more, "--version"], capture_output=True, timeout=10, check=False)
+        done = subprocess.run(["systemd-run", *options, *more, "--version"], capture_output=True, timeout=60, check=False)
         assert (done.returncode == 0) is is_known
 
 

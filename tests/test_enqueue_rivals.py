@@ -139,7 +139,7 @@ async def test_a_part_of_a_transaction_says_what_came_and_went_and_writes_no_sav
         await rival.execute("BEGIN")
         await enqueue(rival, "message", 1, key="lower")
         writing = asyncio.create_task(enqueue_part(connection, jobs))
-        await await_for(lambda: rival.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
+        await await_for(lambda: rival.fetchval(WAIT_FOR_US))
         await rival.execute("COMMIT")
         with pytest.raises(KeyVanished, match=r"^lower$"):
             await writing

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 
 import pytest
 
-from tests.generators import LEASE_SECONDS, Fleet, Route
+from tests.generators import CALM, LEASE_SECONDS, Fleet, Route, frozen_between_slots
 from tests.waiting import any_moment, wait_for
 from tests.workplace import frozen
 
@@ -15,8 +16,8 @@ from tests.workplace import frozen
 
 
 def test_one_of_several_instances_produces_and_the_others_stand_by(fleet: Fleet) -> None:
-    leader = fleet.lead("--rate", "10")
-    others = [fleet.stand_by() for _ in range(2)]
+    leader = fleet.lead("--rate", "10", **CALM)
+    others = [fleet.stand_by(**CALM) for _ in range(2)]
     fleet.wait_for_more(15)
     fleet.each_slot_once(0.1, late_seconds=2)
     assert [bool(one.find("generator_produced")) for one in (leader, *others)] == [True, False, False]
@@ -41,12 +42,15 @@ def test_a_periodic_job_of_ones_own_kind(fleet: Fleet) -> None:
 
 
 def test_a_thousand_jobs_a_second_share_transactions(fleet: Fleet) -> None:
-    leader = fleet.lead("--rate", "1000")
+    leader = fleet.lead("--rate", "1000", **CALM)
     fleet.wait_for_more(3000)
     fleet.each_slot_once(0.001)
-    made = leader.find("generator_produced")
-    assert sum(event["jobs"] for event in made) >= 3000
-    assert len(made) < 300
+
+    def told() -> list[int]:
+        return [event["jobs"] for event in leader.find("generator_produced")]
+
+    wait_for(lambda: sum(told()) >= 3000)
+    assert sum(told()) > 10 * len(told())
     slots = fleet.slots()  # it goes on meanwhile
     assert len(slots) == round((slots[-1][0] - slots[0][0]).total_seconds() * 1000) + 1
 
@@ -55,6 +59,7 @@ def test_a_thousand_jobs_a_second_share_transactions(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_leaders_that_are_killed_or_stopped_at_random_cost_no_slot(fleet: Fleet) -> None:
     """H1: each slot once, late by no more than a lease and a second."""
     rate = 20
@@ -88,19 +93,21 @@ def test_after_a_release_another_instance_goes_on_at_once(fleet: Fleet) -> None:
 
 def test_a_leader_that_was_frozen_produces_nothing_when_it_wakes(fleet: Fleet) -> None:
     """H2: STOP across slots, another takes over, CONT; then the other way round."""
-    one, two = fleet.lead("--rate", "10"), fleet.stand_by()
+    lease = {"WORKER_LEASE_SECONDS": f"{3 * LEASE_SECONDS:g}"}
+    one, two = fleet.lead("--rate", "10", **lease), fleet.stand_by(**lease)
     for leader, other in ((one, two), (two, one), (one, two)):
         fleet.wait_for_more(3)
         times_led = len(other.find("generator_leader"))
-        with frozen([leader.pid]):
+        with frozen_between_slots(fleet, leader):
             wait_for(lambda: len(other.find("generator_leader")) > times_led)  # noqa: B023
             fleet.wait_for_more(5)
             said = len(leader.find("generator_produced"))
-        leader.wait_for_event("generator_lost")
+            lost = len(leader.find("generator_lost"))
+        wait_for(lambda: len(leader.find("generator_lost")) > lost)  # noqa: B023
         leader.wait_for_event("generator_standby", holder=fleet.holder)
         fleet.wait_for_more(3)
         assert len(leader.find("generator_produced")) == said
-    fleet.each_slot_once(0.1, late_seconds=LEASE_SECONDS + 1)
+    fleet.each_slot_once(0.1, late_seconds=3 * LEASE_SECONDS + 1)
     fences = [event["fence"] for one in fleet.instances for event in one.find("generator_leader")]
     assert len(fences) == len(set(fences)) == 4
 
@@ -123,9 +130,9 @@ def test_a_leader_cut_off_from_the_database_stops_by_its_own_clock_before_anothe
         other = fleet.stand_by(WORKER_LEASE_SECONDS="5")
         fleet.wait_for_more(3)
         route.cut()
-        lost = leader.wait_for_event("generator_lost")
+        lost = leader.wait_for_event("generator_lost", 20)
         assert lost["reason"] == "lease_untrusted"
-        taken = other.wait_for_event("generator_leader")
+        taken = other.wait_for_event("generator_leader", 20)
         assert lost["timestamp"] < taken["timestamp"]
         fleet.wait_for_more(3)
         route.mend()
@@ -134,6 +141,7 @@ def test_a_leader_cut_off_from_the_database_stops_by_its_own_clock_before_anothe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_marks_and_jobs_agree_however_often_a_leader_is_killed_around_a_slot(fleet: Fleet) -> None:
     """H4: 50 kills; the lease is freed by hand each time, so that nobody waits for it."""
     choices = random.Random(1)
@@ -158,23 +166,26 @@ def test_marks_and_jobs_agree_however_often_a_leader_is_killed_around_a_slot(fle
 
 def test_after_down_time_recent_slots_are_made_up_for_and_old_ones_are_skipped(fleet: Fleet) -> None:
     """H5: all instances were away for ten slots, then for ten minutes."""
-    assert fleet.lead("--every", "1").stop() == 0
+    lease = CALM | {"WORKER_LEASE_SECONDS": "25"}  # slots are made up for within two leases, and at least a minute
+    assert fleet.lead("--every", "1", **lease).stop() == 0
     fleet.db.execute("UPDATE generators SET last_slot_at = now() - interval '10 seconds'; DELETE FROM jobs")
-    second = fleet.lead()
+    second = fleet.lead(**lease)
     wait_for(lambda: fleet.produced() >= 10)
     assert not second.find("generator_skipped")
     assert second.stop() == 0
+    aged_at = time.monotonic()
     fleet.db.execute("UPDATE generators SET last_slot_at = now() - interval '10 minutes'; DELETE FROM jobs")
-    third = fleet.lead()
+    third = fleet.lead(**lease)
     skipped = third.wait_for_event("generator_skipped")
-    assert skipped["slots"] in range(539, 550)
+    assert 539 <= skipped["slots"] <= 541 + time.monotonic() - aged_at
     assert fleet.value("SELECT skipped FROM generators") == skipped["slots"]
-    assert fleet.produced() in range(60, 70)
+    wait_for(lambda: fleet.produced() >= 60)
+    assert skipped["slots"] + fleet.produced() <= 601 + time.monotonic() - aged_at
 
 
 def test_a_generator_held_up_for_longer_than_a_slot_keeps_the_spacing(fleet: Fleet) -> None:
     """H8: blocked until the next slot is 1.5 slots late, and still the leader."""
-    leader = fleet.lead("--rate", "5", WORKER_LEASE_SECONDS="5")
+    leader = fleet.lead("--rate", "5", **CALM)
     overdue = "SELECT clock_timestamp() > last_slot_at + 2.5 * interval '0.2 second' FROM generators"
     for _ in range(3):
         fleet.wait_for_more(2)

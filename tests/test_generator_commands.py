@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.commands import worker
-from tests.generators import SLOW_MACHINE_SECONDS, Fleet, in_production, slow_insert
+from tests.generators import CALM, SLOW_MACHINE_SECONDS, Fleet, in_production, slow_insert
 from tests.waiting import wait_for
 
 
 def test_start_and_stop_work_from_any_process(fleet: Fleet) -> None:
-    leader, other = fleet.lead("--rate", "20"), fleet.stand_by()
+    leader, other = fleet.lead("--rate", "20", **CALM), fleet.stand_by(**CALM)
     fleet.wait_for_more(3)
     stopped = fleet.command("stop", "--json")
     assert json.loads(stopped.stdout)["state"] == "STOPPED"
@@ -21,7 +21,7 @@ def test_start_and_stop_work_from_any_process(fleet: Fleet) -> None:
     for one in (leader, other):
         one.wait_for_event("generator_standby", reason="stopped")
     wait_for(lambda: fleet.holder is None)
-    again = fleet.run()
+    again = fleet.run(**CALM)
     again.wait_for_event("generator_standby", reason="stopped")
     assert fleet.produced() == produced
     started = json.loads(fleet.command("start", "--json").stdout)
@@ -54,7 +54,7 @@ def test_a_stop_that_came_before_the_first_instance_is_kept(fleet: Fleet) -> Non
 
 
 def test_a_changed_rate_reaches_the_leader_within_a_second(fleet: Fleet) -> None:
-    leader = fleet.lead("--every", "3600")
+    leader = fleet.lead("--every", "3600", **CALM)
     before = fleet.produced()
     fleet.command("start", "--rate", "50", "--min", "0", "--max", "0")
     fleet.wait_for_more(5)
@@ -70,11 +70,11 @@ def test_a_changed_rate_reaches_the_leader_within_a_second(fleet: Fleet) -> None
 def test_refused_jobs_are_counted_and_told_and_do_not_stop_the_loop(fleet: Fleet) -> None:
     """H6."""
     fleet.db.execute("ALTER TABLE jobs ADD CONSTRAINT no_bad CHECK (kind <> 'bad')")
-    leader = fleet.lead("--kind", "bad", "--payload", '{"secret": 1}', "--rate", "20")
+    leader = fleet.lead("--kind", "bad", "--payload", '{"secret": 1}', "--rate", "20", **CALM)
+    first = leader.wait_for_event("generator_failed")
+    assert "no_bad" in first["error"]
     wait_for(lambda: fleet.value("SELECT failed FROM generators") > 10)
-    told = leader.find("generator_failed")
-    assert len(told) == 1
-    assert "no_bad" in told[0]["error"]
+    assert len(leader.find("generator_failed")) == 1, "and from then on one line in ten seconds"
     assert "secret" not in leader.stdout_path.read_text()
     status = fleet.status()
     assert (status["produced"], "no_bad" in status["last_error"]) == (0, True)

@@ -15,7 +15,7 @@ import pytest
 from psycopg.rows import namedtuple_row
 
 from tests.commands import worker
-from tests.generators import SLOW_MACHINE_SECONDS, Fleet, Route, in_production, slow_insert
+from tests.generators import CALM, SLOW_MACHINE_SECONDS, Fleet, Route, in_production, slow_insert
 from tests.processes import below_a_namespace, process_1_of
 from tests.psql import grant
 from tests.roles import role, url_as
@@ -49,7 +49,8 @@ def test_a_leader_that_is_told_to_stop_releases_only_after_its_production_has_en
 
 def test_a_production_that_is_locked_out_does_not_hold_up_the_stop(fleet: Fleet) -> None:
     """H9: nothing is written then, the lease is released, another one makes up for the slots."""
-    leader = fleet.lead("--rate", "5")
+    # Its statements wait for a lock no longer than a second.
+    leader = fleet.lead("--rate", "5", **CALM)
     fleet.wait_for_more()
     with psycopg.connect(fleet.url) as other:
         other.execute("LOCK TABLE jobs IN SHARE MODE")
@@ -64,7 +65,7 @@ def test_a_production_that_is_locked_out_does_not_hold_up_the_stop(fleet: Fleet)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_every_stop_signal_ends_leader_and_standby_with_0(fleet: Fleet, number: signal.Signals) -> None:
-    leader, other = fleet.lead(), fleet.stand_by()
+    leader, other = fleet.lead(**CALM), fleet.stand_by(**CALM)
     for one in (other, leader):
         one.signal(number)
         assert one.wait() == 0
@@ -77,7 +78,7 @@ def test_every_stop_signal_ends_leader_and_standby_with_0(fleet: Fleet, number: 
 def test_signals_at_any_moment_of_the_start_end_it_with_0(fleet: Fleet) -> None:
     choices = random.Random(3)
     for _ in range(5):
-        one = fleet.run()
+        one = fleet.run(**CALM)
         one.wait_for_event("generator_started")
         any_moment(choices, 0.3)
         one.signal(signal.SIGTERM)
@@ -98,7 +99,7 @@ def test_a_second_signal_does_not_wait_for_a_production(fleet: Fleet) -> None:
 
 
 def test_an_instance_as_process_1_stops_like_any_other(fleet: Fleet) -> None:
-    outer = fleet.run_below(below_a_namespace())
+    outer = fleet.run_below(below_a_namespace(), **CALM)
     outer.wait_for_event("generator_leader", pid=1)
     os.kill(process_1_of(outer), signal.SIGTERM)
     assert outer.wait() == 0
@@ -124,7 +125,7 @@ def test_an_outage_costs_no_slot(private_workplace: Workplace, tmp_path: Path) -
         place.cluster.start()
         fleet.db = psycopg.connect(fleet.url, autocommit=True, row_factory=namedtuple_row)
         place.reconnect()
-        fleet.wait_for_more(3, 20)
+        fleet.wait_for_more(3)
         wait_for(lambda: third.find("generator_standby") or third.find("generator_leader"))
         fleet.each_slot_once(0.1)
         for one in fleet.instances:
@@ -148,7 +149,7 @@ def test_a_stop_during_an_outage_leaves_the_lease_to_expiry_and_says_so(workplac
 
 def test_a_lease_is_called_released_only_if_the_database_says_so(fleet: Fleet) -> None:
     """H9: somebody keeps its row locked, so that it cannot be released in time."""
-    leader = fleet.lead("--every", "3600", WORKER_LEASE_SECONDS="20", WORKER_QUERY_TIMEOUT_SECONDS="4")
+    leader = fleet.lead("--every", "3600", WORKER_LEASE_SECONDS="60", WORKER_QUERY_TIMEOUT_SECONDS="4")
     with psycopg.connect(fleet.url) as other:
         other.execute("SELECT FROM leases FOR UPDATE")
         assert leader.stop() == 75
@@ -183,7 +184,7 @@ def test_it_runs_with_the_grants_of_the_daemon_alone(fleet: Fleet, server: Serve
     with role(server, fleet.url) as name:
         fleet.db.execute("REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA public FROM PUBLIC")
         grant(fleet.url, "daemon", name)
-        leader = fleet.lead("--rate", "20", DATABASE_URL=url_as(name, fleet.url))
+        leader = fleet.lead("--rate", "20", DATABASE_URL=url_as(name, fleet.url), **CALM)
         fleet.wait_for_more(5)
         assert leader.stop() == 0
 
@@ -193,14 +194,14 @@ def test_a_grant_that_is_revoked_from_a_running_instance_is_waited_out(fleet: Fl
     with role(server, fleet.url) as name:
         grant(fleet.url, "daemon", name)
         url = url_as(name, fleet.url)
-        leader = fleet.lead("--rate", "20", DATABASE_URL=url)
+        leader = fleet.lead("--rate", "20", DATABASE_URL=url, WORKER_LEASE_SECONDS="6")
         rights, own = psycopg.sql.SQL("INSERT, UPDATE ON leases"), psycopg.sql.Identifier(name)
         fleet.db.execute(psycopg.sql.SQL("REVOKE {} FROM {}").format(rights, own))
-        leader.wait_for_event("generator_lost")
+        leader.wait_for_event("generator_lost", 30)
         wait_for(lambda: any("deploy/grants.sql" in event["error"] for event in leader.find("generator_failed")))
         assert fleet.run(DATABASE_URL=url).wait() == 78
         fleet.db.execute(psycopg.sql.SQL("GRANT {} TO {}").format(rights, own))
-        wait_for(lambda: len(leader.find("generator_leader")) == 2)
+        wait_for(lambda: len(leader.find("generator_leader")) >= 2, 30)
         fleet.wait_for_more()
         assert leader.stop() == 0
 
@@ -231,13 +232,13 @@ async def test_an_instance_that_is_refused_the_lease_asks_less_and_less_often(
 
 
 def test_it_leaves_a_heartbeat_for_worker_health(fleet: Fleet) -> None:
-    leader, other = fleet.lead(), fleet.stand_by()
+    leader, other = fleet.lead(**CALM), fleet.stand_by(**CALM)
 
     def well() -> bool:
         done = worker("health", directory=fleet.directory)
         return done.returncode == 0 and done.stdout.count("\tok") == 2
 
-    wait_for(well)
+    wait_for(well, 30)
     for one in (leader, other):
         assert one.stop() == 0
     assert list(fleet.directory.glob("*.health")) == []

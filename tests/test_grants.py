@@ -15,7 +15,7 @@ from tests.processes import Daemon
 from tests.psql import GRANTS, apply_by_psql, grant, psql
 from tests.roles import role, url_as
 from tests.servers import Server
-from tests.waiting import wait_for
+from tests.waiting import await_for, wait_for
 from worker.store import schema
 from worker.store.bulk import enqueue_many
 from worker.store.enqueueing import enqueue
@@ -86,7 +86,7 @@ def test_the_daemon_runs_with_the_grants_alone(
             left = "SELECT count(*) FROM jobs WHERE state IN ('ready', 'running') OR created_at < now() - interval '1 hour'"
             return connection.execute(left).fetchone() == (0,)
 
-        wait_for(all_ended, 20)
+        wait_for(all_ended, 60)
         states = dict(connection.execute("SELECT idempotency_key, state FROM jobs").fetchall())
         assert states == {"a": "succeeded", "b": "succeeded", "c": "dead", "d": "succeeded", "follow-up": "succeeded"}
         assert connection.execute("SELECT count(*) FROM own").fetchone() == (4,)
@@ -174,7 +174,7 @@ async def test_a_role_that_may_only_insert_can_enqueue_and_wakes_a_hungry_proces
             channel = await owner.fetchval("SELECT wake_channel()")
             await owner.add_listener(channel, lambda *arguments: heard.append(arguments[-1]))
             await writer.execute("INSERT INTO jobs (payload) VALUES ('{}')")
-            await owner.fetchval("SELECT 1")
+            await await_for(lambda: heard)
             assert heard == ["default"]
         finally:
             await owner.close()

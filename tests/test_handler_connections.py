@@ -115,7 +115,7 @@ async def test_handlers_that_hold_every_connection_starve_neither_renewals_nor_c
             pass
 
     held = asyncio.Event()
-    async with running(database_url, handlers, pool_size=2, query_timeout_seconds=0.3, lease_seconds=3) as run:
+    async with running(database_url, handlers, pool_size=2, query_timeout_seconds=2, lease_seconds=9) as run:
         ids = [await run.enqueue("hold", max_attempts=1) for _ in range(2)]
         await all_hold.wait()
         row = await run.run("starve", max_attempts=1)

@@ -133,4 +133,4 @@ async def test_an_unknown_kind_is_put_back_with_a_delay_and_its_attempt(database
         row = await run.row(id)
         assert (row["state"], row["attempts"], row["lease_owner"]) == ("ready", 0, None)
         assert 5 <= await run.value("SELECT extract(epoch FROM available_at - started_at)::float8 FROM jobs") < 60
-        assert run.log.find(events.UNKNOWN_KIND, kind="from the future", jobs=1)
+        await run.said(events.UNKNOWN_KIND, kind="from the future", jobs=1)

@@ -83,7 +83,7 @@ async def test_a_deaf_handler_keeps_its_slot_until_it_really_ends(database_url: 
     async def next_(job: Job[object]) -> None:
         assert release.is_set()
 
-    async with running(database_url, handlers, workers=1, lease_seconds=2) as run:
+    async with running(database_url, handlers, workers=1) as run:
         await run.run("deaf", max_attempts=1)
         assert run.worker.parts is not None
         pool = run.worker.parts.pool
@@ -116,7 +116,10 @@ async def test_a_handler_deaf_in_a_transaction_of_its_own_has_timed_out_once_the
         (held,), pool = run.worker.parts.holdings, run.worker.parts.pool
         async with other.connection.transaction():
             # Waits until the server has ended that of the handler, and then keeps the outcome from being written.
-            await other.connection.execute("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0")
+            no_limits = "; ".join(
+                f"SET LOCAL {limit} = 0" for limit in ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
+            )
+            await other.connection.execute(no_limits)
             await other.connection.execute("SELECT FROM jobs WHERE id = $1 FOR UPDATE", id)
             await await_for(lambda: held.phase is Phase.FINISHED)
             release.set()
@@ -182,7 +185,7 @@ async def test_the_time_of_a_thread_starts_when_it_does(database_url: str, monke
 
 async def test_plain_functions_run_in_threads_of_their_own_with_the_context_of_nobody_else(database_url: str) -> None:
     handlers, names = Handlers(), set()
-    together = threading.Barrier(3, timeout=5)
+    together = threading.Barrier(3, timeout=60)
 
     @handlers.job("thread")
     def thread(job: Job[object]) -> None:
@@ -315,7 +318,7 @@ async def test_a_handler_is_told_when_another_process_has_taken_its_job(database
         finally:
             reasons.append(job.cancel_reason)
 
-    async with running(database_url, handlers, lease_seconds=3) as run:
+    async with running(database_url, handlers, lease_seconds=12) as run:  # it is told by the renewal that is refused, within 4 s
         id = await run.enqueue("long")
         await started.wait()
         await expire(run, id)

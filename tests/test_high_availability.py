@@ -257,7 +257,7 @@ def test_after_an_asynchronous_failover_the_recipe_lets_no_fence_be_drawn_twice(
     with pair.standby.connect() as db:
         told = place.wait_for_notes("told:lease_untrusted", "long", timeout_seconds=SOON_SECONDS)
         # The daemons stay out, though jobs are due here; and the jump is needed, as these fences would come again.
-        for statement in ("BEGIN READ WRITE", "UPDATE jobs SET available_at = now()", "COMMIT"):
+        for statement in ("BEGIN READ WRITE", "UPDATE jobs SET available_at = now(), payload = '{}'", "COMMIT"):
             db.execute(statement)
         wait_while(lambda: db.execute("SELECT max(fence) FROM jobs").fetchone() == (0,), LEASE_SECONDS)
         last = db.execute("SELECT last_value FROM fence_seq").fetchone()
@@ -266,7 +266,6 @@ def test_after_an_asynchronous_failover_the_recipe_lets_no_fence_be_drawn_twice(
         for statement in statements[jump - 1 :]:
             db.execute(statement)
     place.reconnect()
-    place.db.execute("UPDATE jobs SET available_at = now(), payload = '{}'")
     place.wait_until_all("succeeded", SOON_SECONDS)
     again = [note for note in place.notes("start") if note not in lost]
     assert len(again) >= 101

@@ -17,6 +17,9 @@ from tests.workplace import Workplace
 from worker.api.state import LANES
 from worker.store.waiting import LANES as DAEMON_LANES
 
+PATIENT = {"WORKER_LEASE_SECONDS": "60", "WORKER_CLAIM_TIMEOUT_SECONDS": "15", "WORKER_QUERY_TIMEOUT_SECONDS": "15"}
+"""Where nothing has to expire: no stall of the machine becomes an outage."""
+
 
 def test_a_daemon_can_serve_beside_its_pool(workplace: Workplace, serve: Callable[..., Served]) -> None:
     served = serve(
@@ -25,6 +28,7 @@ def test_a_daemon_can_serve_beside_its_pool(workplace: Workplace, serve: Callabl
         command="run",
         WORKER_HANDLERS="tests.handlers_for_tests:handlers",
         WORKER_QUEUES="default",
+        **PATIENT,
     )
     wait_for(lambda: served.http.get("/readyz").status_code == 200)
     assert served.http.get("/api/leases").json()["worker"] == {"status": "STARTED"}
@@ -48,9 +52,14 @@ def test_a_server_alone_runs_no_pool(served: Served) -> None:
 def test_a_handler_that_blocks_the_loop_holds_up_no_probe_and_no_heartbeat(
     workplace: Workplace, serve: Callable[..., Served]
 ) -> None:
-    served = serve(workplace.url, *("--serve", "127.0.0.1:0"), command="run", WORKER_HANDLERS="tests.handlers_for_tests:handlers")
-    workplace.add("remote", key="remote")
-    served.ask("UPDATE jobs SET queue = 'remote' RETURNING id")
+    served = serve(
+        workplace.url,
+        *("--serve", "127.0.0.1:0"),
+        command="run",
+        WORKER_HANDLERS="tests.handlers_for_tests:handlers",
+        **PATIENT,
+    )
+    served.add("remote", queue="remote")
     wait_for(lambda: served.http.get("/readyz").status_code == 200)
     task = served.claimed(queue="remote", lease_seconds=60)
     workplace.add("block", {"seconds": 100}, key="blocks")
@@ -73,7 +82,7 @@ def test_a_daemon_whose_claim_loop_hangs_is_alive_but_not_ready(private_workplac
         WORKER_CLAIM_TIMEOUT_SECONDS="0.2",
         WORKER_CONNECT_TIMEOUT_SECONDS="0.5",
     )
-    wait_for(lambda: served.http.get("/readyz").status_code == 200)
+    wait_for(lambda: served.http.get("/readyz").status_code == 200, 30)
     with private_workplace.db.transaction():
         # Claims cannot read the table; SELECT 1 still can be answered.
         private_workplace.db.execute("LOCK TABLE jobs IN ACCESS EXCLUSIVE MODE")
@@ -84,12 +93,12 @@ def test_a_daemon_whose_claim_loop_hangs_is_alive_but_not_ready(private_workplac
 
         wait_for(unready, 30)
         assert served.http.get("/healthz").status_code == 200
-    wait_for(lambda: served.http.get("/readyz").status_code == 200, 15)
+    wait_for(lambda: served.http.get("/readyz").status_code == 200, 30)
 
 
 def test_the_connections_of_both_have_to_fit_into_the_limit_of_the_role(server: Server, workplace: Workplace) -> None:
     """Rather than claiming what it could never complete."""
-    served_by = {"WORKERS": "2", "WORKER_POOL_SIZE": "2", "WORKER_HTTP_TOKENS": TOKEN}
+    served_by = {"WORKERS": "2", "WORKER_POOL_SIZE": "2", "WORKER_HTTP_TOKENS": TOKEN, **PATIENT}
     needed = DAEMON_LANES + 2 + LANES + 2
     with role(server, workplace.url) as name:
         for what in ("TABLES", "SEQUENCES"):
@@ -131,6 +140,7 @@ def test_a_drain_is_not_disturbed_by_the_server_beside_it(workplace: Workplace, 
         command="run",
         WORKER_HANDLERS="tests.handlers_for_tests:handlers",
         WORKER_SHUTDOWN_GRACE_SECONDS="600",
+        **PATIENT,
     )
     id = workplace.add("nap", {"seconds": 1.5}, key="naps")
     workplace.wait_for_notes("start", "naps")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -102,7 +102,8 @@ def test_a_body_of_exactly_the_limit_is_read(served: Served) -> None:
     assert served.http.post("/api/tasks", content=text.ljust(BODY_BYTES + 1), headers=JSON).status_code == 413
 
 
-def test_a_payload_of_1_mib_fits_with_every_character_escaped(served: Served, queue: str) -> None:
+def test_a_payload_of_1_mib_fits_with_every_character_escaped(serve: Callable[..., Served], database_url: str, queue: str) -> None:
+    served = serve(database_url, WORKER_LEASE_SECONDS="60", WORKER_QUERY_TIMEOUT_SECONDS="20")  # a busy machine takes its time
     body = json.dumps({"payload": '"' * 1_000_000, "queue": queue})
     assert len(body) > 2_000_000
     assert served.http.post("/api/tasks", content=body, headers=JSON).status_code == 201

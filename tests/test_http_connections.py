@@ -19,7 +19,7 @@ from tests.serving import TOKEN, Served
 from tests.waiting import await_for, wait_for, wait_while
 from worker.api import connections
 from worker.api.auth import Tokens
-from worker.api.connections import MOST_UNREAD, RESERVED_DESCRIPTORS
+from worker.api.connections import HEAD_SECONDS, MOST_UNREAD, RESERVED_DESCRIPTORS
 from worker.api.hosts import NoPool
 from worker.api.listening import Server, bind
 from worker.api.state import make_api
@@ -129,6 +129,7 @@ def test_ten_thousand_idle_connections_crowd_out_nobody(small: Served) -> None:
 
 def test_more_connections_than_are_allowed_close_the_idle_ones_first(small: Served) -> None:
     served = small
+    began = time.monotonic()
     idle = [socket.create_connection(("127.0.0.1", served.port), timeout=20) for _ in range(200)]
     try:
         assert still_serves(served)
@@ -146,7 +147,8 @@ def test_more_connections_than_are_allowed_close_the_idle_ones_first(small: Serv
             return number
 
         wait_for(lambda: closed() >= 145, 30)
-        assert closed() <= 160
+        # Where that took long, those that may stay were closed as well: they have sent no head.
+        assert closed() <= 160 or time.monotonic() - began > HEAD_SECONDS
         assert not served.process.find("internal_error")
     finally:
         for one in idle:
@@ -184,7 +186,8 @@ async def test_a_connection_whose_request_was_refused_before_its_body_is_closed_
             writer.write(b"POST /api/tasks HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
             assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 401 ")
             writer.write(b"{}")
-            assert await reader.read() == b""
+            with contextlib.suppress(ConnectionResetError):  # it was closed before these two bytes came
+                assert await reader.read() == b""
             writer.close()
     finally:
         server.should_exit = True

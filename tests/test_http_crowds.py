@@ -115,7 +115,7 @@ async def test_where_surveys_are_slow_claims_go_on_from_where_they_were(database
     lane = Lane(database, task_claiming.ROLE, settings=CLAIM_SETTINGS)
     connection = await lane.get()
     await connection.execute("INSERT INTO jobs (payload) SELECT '1' FROM generate_series(1, 20)")
-    claims = Claims(database, lane, claim_timeout_seconds=2, limit_seconds=5, give_back=lambda task, owner: None)
+    claims = Claims(database, lane, claim_timeout_seconds=20, limit_seconds=60, give_back=lambda task, owner: None)
     loop = asyncio.create_task(claims.run())
 
     async def next_id() -> int | None:
@@ -145,7 +145,7 @@ async def test_a_task_whose_caller_is_cancelled_before_it_wakes_up_goes_back(
     id = await connection.fetchval("INSERT INTO jobs (payload) VALUES ('1') RETURNING id")
     given_back: list[int] = []
     claims = Claims(
-        database, lane, claim_timeout_seconds=2, limit_seconds=20, give_back=lambda task, owner: given_back.append(task.id)
+        database, lane, claim_timeout_seconds=20, limit_seconds=60, give_back=lambda task, owner: given_back.append(task.id)
     )
     loop = asyncio.create_task(claims.run())
     asked = asyncio.create_task(claims.next(processor="p", queue="default", kinds=None, lease_seconds=60, request_id=None))
@@ -171,7 +171,7 @@ async def test_a_task_whose_caller_is_cancelled_before_it_wakes_up_goes_back(
 
 
 async def test_a_full_queue_is_refused_at_once_and_a_slow_answer_after_its_time() -> None:
-    line: Coalescer[int, int] = Coalescer(lambda _: until_cancelled(), most=10, limit_seconds=2)
+    line: Coalescer[int, int] = Coalescer(lambda _: until_cancelled(), most=10, limit_seconds=6)
     asked = [asyncio.create_task(line.ask(number)) for number in range(QUEUE)]
     await await_for(lambda: line._waiting == QUEUE)
     with pytest.raises(Problem) as refused:
@@ -191,9 +191,9 @@ def test_an_answer_that_came_in_time_is_given_although_the_time_is_over_when_its
         async def work(batch: Sequence[Waiting[str, str]]) -> None:
             for one in batch:
                 assert one.answer("answer")
-            block_loop(0.2)  # this loop looks at its timers first then, at who has been answered afterwards
+            block_loop(2.1)  # this loop looks at its timers first then, at who has been answered afterwards
 
-        line: Coalescer[str, str] = Coalescer(work, most=2, limit_seconds=0.1)
+        line: Coalescer[str, str] = Coalescer(work, most=2, limit_seconds=2)
         loop = asyncio.create_task(line.run())
         try:
             return await line.ask("wish")
@@ -212,7 +212,7 @@ async def test_groups_take_turns_and_what_nobody_waits_for_is_left_out() -> None
         for one in batch:
             one.answer(one.wish)
 
-    line: Coalescer[str, str] = Coalescer(work, most=2, limit_seconds=5, group_of=lambda wish: wish[0])
+    line: Coalescer[str, str] = Coalescer(work, most=2, limit_seconds=60, group_of=lambda wish: wish[0])
     asked = [asyncio.create_task(line.ask(wish)) for wish in ("a1", "a2", "a3", "b1", "a4", "a5", "c1")]
     await await_for(lambda: line._waiting == len(asked))
     asked[3].cancel()

@@ -12,9 +12,11 @@ from tests.waiting import wait_for
 from worker import events
 
 LOSE_THE_ANSWER = """
-CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(2); RETURN NULL; END $$;
-CREATE CONSTRAINT TRIGGER dies AFTER UPDATE ON jobs DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
-    WHEN (NEW.state = 'running' AND OLD.state = 'ready') EXECUTE FUNCTION die()
+CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0
+    AS $$ BEGIN PERFORM pg_advisory_xact_lock_shared(7); RETURN NULL; END $$;
+CREATE CONSTRAINT TRIGGER waits AFTER UPDATE ON jobs DEFERRABLE INITIALLY DEFERRED FOR EACH ROW
+    WHEN (NEW.state = 'running' AND OLD.state = 'ready') EXECUTE FUNCTION wait();
+SELECT pg_advisory_lock(7);
 """
 """A claim is committed after its answer was given up."""
 BACKOFF_SECONDS = 0.05
@@ -34,7 +36,8 @@ def told(served: Served, event: events.Event, task: dict[str, Any], **fields: ob
 def test_every_event_about_a_remote_attempt_has_every_field_that_is_declared(
     database_url: str, serve: Callable[..., Served]
 ) -> None:
-    served = serve(database_url, WORKER_LOG_LEVEL="debug", WORKER_BACKOFF_BASE_SECONDS=str(BACKOFF_SECONDS))
+    times = {"WORKER_LEASE_SECONDS": "60", "WORKER_QUERY_TIMEOUT_SECONDS": "20", "WORKER_CLAIM_TIMEOUT_SECONDS": "3"}
+    served = serve(database_url, **times, WORKER_LOG_LEVEL="debug", WORKER_BACKOFF_BASE_SECONDS=str(BACKOFF_SECONDS))
     served.add("report", queue="mail", max_attempts=2)
     first = served.claimed(queue="mail", lease_seconds=60)
     served.ask("UPDATE jobs SET started_at = started_at - interval '3 s' WHERE id = %s RETURNING id", first["id"])
@@ -66,8 +69,9 @@ def test_every_event_about_a_remote_attempt_has_every_field_that_is_declared(
     with psycopg.connect(served.database_url, autocommit=True) as db:
         db.execute(LOSE_THE_ANSWER)
         assert served.http.post("/api/tasks/next", json=asked).status_code == 503
-        db.execute("DROP TRIGGER dies ON jobs; DROP FUNCTION die()")
-    wait_for(lambda: served.claim(queue="mail", lease_seconds=60))
+        db.execute("SELECT pg_advisory_unlock(7)")
+        db.execute("DROP TRIGGER waits ON jobs; DROP FUNCTION wait()")
+    wait_for(lambda: served.claim(queue="mail", lease_seconds=60), 30)
     lost = served.process.wait_for_event("job_released", job_id=id)
     assert (lost["reason"], lost["kind"], lost["queue"], lost["attempt"]) == ("claim_lost", "lost", "mail", 1)
     assert lost["processor"] == "p1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import psycopg
 
@@ -35,21 +36,25 @@ def test_a_client_that_leaves_while_its_claim_is_in_flight_gives_the_task_back(p
     assert served.claimed(queue=queue)["attempt"] == 1
 
 
-def test_a_claim_whose_answer_is_lost_on_the_way_from_the_database_goes_back(served: Served, queue: str) -> None:
+def test_a_claim_whose_answer_is_lost_on_the_way_from_the_database_goes_back(
+    database_url: str, serve: Callable[..., Served], queue: str
+) -> None:
     """The connection dies after the claim was committed and before its answer came: no client has heard of the task."""
+    served = serve(database_url, WORKER_LEASE_SECONDS="60", WORKER_CLAIM_TIMEOUT_SECONDS="3")
     id = served.add(queue=queue)
     with psycopg.connect(served.database_url, autocommit=True) as db:
         db.execute(
-            "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(2); RETURN NULL; END $$;"
-            " CREATE CONSTRAINT TRIGGER dies AFTER UPDATE ON jobs DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
-            f" WHEN (NEW.id = {id} AND NEW.state = 'running' AND NEW.attempts = 1 AND OLD.state = 'ready') EXECUTE FUNCTION die()"
+            "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0 AS"
+            " $$ BEGIN PERFORM pg_advisory_xact_lock_shared(7); RETURN NULL; END $$;"
+            " CREATE CONSTRAINT TRIGGER waits AFTER UPDATE ON jobs DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
+            " WHEN (NEW.state = 'running' AND OLD.state = 'ready') EXECUTE FUNCTION wait(); SELECT pg_advisory_lock(7)"
         )
-        try:
-            answer = served.http.post("/api/tasks/next", json={"processor": "p1", "queue": queue, "lease_seconds": 600})
-            assert answer.status_code == 503
-        finally:
-            db.execute("DROP TRIGGER dies ON jobs; DROP FUNCTION die()")
-    task = wait_for(lambda: served.claim(queue=queue))
+        answer = served.http.post("/api/tasks/next", json={"processor": "p1", "queue": queue, "lease_seconds": 600})
+        assert answer.status_code == 503
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+        wait_for(lambda: db.execute(waiting).fetchone() == (1,))  # it is still to be committed
+        db.execute("SELECT pg_advisory_unlock(7)")
+    task = wait_for(lambda: served.claim(queue=queue), 30)
     assert (task["id"], task["attempt"]) == (id, 1)
 
 
@@ -59,7 +64,7 @@ async def test_tasks_of_a_lost_answer_are_found_by_their_requests(database_url: 
     connection = await lane.get()
     await connection.execute("INSERT INTO jobs (payload) SELECT '1' FROM generate_series(1, 3)")
     given: list[int] = []
-    claims = Claims(database, lane, claim_timeout_seconds=2, limit_seconds=5, give_back=lambda task, owner: given.append(task.id))
+    claims = Claims(database, lane, claim_timeout_seconds=20, limit_seconds=60, give_back=lambda task, owner: given.append(task.id))
     loop = asyncio.create_task(claims.run())
     try:
         held = []
@@ -125,13 +130,13 @@ async def test_while_three_claims_have_no_answer_and_may_still_commit_nothing_mo
                 answer = await asked("mine")
                 return None if answer == "database_unavailable" else answer
 
-            mine = await await_for(claimed)
+            mine = await await_for(claimed, 30)
 
             async def is_alone() -> bool:
                 answers.add(await asked("mine"))  # what nobody can ask for again goes back before, once it is over
                 return db.execute("SELECT id::text, attempts FROM jobs WHERE state = 'running'").fetchall() == [(mine, 1)]
 
-            await await_for(is_alone)
+            await await_for(is_alone, 30)
             assert answers == {"database_unavailable", mine}
             assert db.execute("SELECT count(*) FROM jobs WHERE state = 'ready' AND attempts = 0").fetchone() == (8,)
         finally:
@@ -146,13 +151,13 @@ async def test_a_task_that_cannot_be_given_back_at_once_is_given_back_later(data
         Lane(database, task_claiming.ROLE, settings=CLAIM_SETTINGS),
         Lane(database, tasks.FINISH_ROLE, settings=FINISH_SETTINGS),
     )
-    outcomes = Outcomes(database, finishing, backoff=Backoff(1, 1), statement_seconds=2, limit_seconds=5)
-    claims = Claims(database, claiming, claim_timeout_seconds=2, limit_seconds=5, give_back=outcomes.give_back)
+    outcomes = Outcomes(database, finishing, backoff=Backoff(1, 1), statement_seconds=20, limit_seconds=60)
+    claims = Claims(database, claiming, claim_timeout_seconds=20, limit_seconds=60, give_back=outcomes.give_back)
     loops = [asyncio.create_task(one.run()) for one in (claims, outcomes)]
     try:
         with psycopg.connect(database_url, autocommit=True) as db:
             db.execute("INSERT INTO jobs (payload) VALUES ('1')")
-            grant = await claims.next(processor="p", queue="default", kinds=None, lease_seconds=60, request_id=None)
+            grant = await claims.next(processor="p", queue="default", kinds=None, lease_seconds=600, request_id=None)
             assert grant is not None
             with psycopg.connect(database_url) as holder:
                 holder.execute("SELECT FROM jobs FOR UPDATE")
@@ -164,8 +169,8 @@ async def test_a_task_that_cannot_be_given_back_at_once_is_given_back_later(data
                     tries.update(db.execute(waiting, [db.info.dbname]).fetchall())
                     return len(tries) >= 2
 
-                await await_for(several)
-            await await_for(lambda: db.execute("SELECT state, attempts FROM jobs").fetchone() == ("ready", 0), 10)
+                await await_for(several, 60)
+            await await_for(lambda: db.execute("SELECT state, attempts FROM jobs").fetchone() == ("ready", 0), 30)
     finally:
         for loop in loops:
             loop.cancel()

@@ -80,11 +80,11 @@ def test_an_outage_is_503_and_over_by_itself(workplace: Workplace, serve: Callab
 def test_a_database_that_hangs_costs_each_request_a_bounded_time(
     private_workplace: Workplace, serve: Callable[..., Served]
 ) -> None:
-    served = serve(private_workplace.url)
+    served = serve(private_workplace.url, WORKER_LEASE_SECONDS="12", WORKER_CLAIM_TIMEOUT_SECONDS="2")
     private_workplace.add("remote")
     served.claim(queue="none")
     with frozen(private_workplace.backends("http %") + private_workplace.backends("pool")):
         answer = served.http.post("/api/tasks/next", json={"processor": "p"})  # within the time that the client allows it
         assert error_of(answer)[0] == 503
         assert served.http.get("/healthz").status_code == 200
-    wait_for(lambda: served.claim() is not None)
+    wait_for(lambda: served.claim() is not None, 30)

@@ -60,22 +60,29 @@ class Size(NamedTuple):
         )
 
 
+def wait_until_idle(workplace: Workplace) -> None:
+    wait_for(lambda: "ready" not in workplace.states() and "running" not in workplace.states(), 90)
+
+
 def settled_size(workplace: Workplace, pid: int) -> Size:
     """The size of an idle process, as its handlers' loop sees it too."""
-    wait_for(lambda: "ready" not in workplace.states() and "running" not in workplace.states(), 90)
+    wait_until_idle(workplace)
     id = workplace.add("count_tasks")
     tasks = workplace.wait_for_state(id, "succeeded").result
     return Size.of(pid)._replace(tasks=tasks)
 
 
-def assert_not_grown(before: Size, after: Size) -> None:
-    """One file or thread may come and go by itself."""
-    assert after.resident_mb < 1.1 * before.resident_mb
-    assert after.files <= before.files + 1
-    assert after.threads <= before.threads + 1
-    assert after.tasks <= before.tasks
+def comes_back_to(before: Size, workplace: Workplace, pid: int) -> bool:
+    """One file or thread may come and go by itself, and a task may be there for a moment; what leaks stays."""
+    after = settled_size(workplace, pid)
+    assert after.resident_mb < 1.1 * before.resident_mb, (before, after)
+    assert after.files <= before.files + 1, (before, after)
+    assert after.threads <= before.threads + 1, (before, after)
+    assert after.tasks <= before.tasks, (before, after)
+    return True
 
 
+@pytest.mark.timeout(300)
 def test_memory_does_not_grow_with_the_number_of_jobs(workplace: Workplace) -> None:
     """E14: 20,000 that succeed and 2,000 that fail."""
     daemon = workplace.daemon(WORKERS="10", WORKER_LOG_LEVEL="error", ready=False, WORKER_BACKOFF_BASE_SECONDS="0.01")
@@ -84,9 +91,10 @@ def test_memory_does_not_grow_with_the_number_of_jobs(workplace: Workplace) -> N
     before = settled_size(workplace, daemon.pid)
     workplace.add_many(20_000, "noop")
     workplace.db.execute("INSERT INTO jobs (kind, payload, max_attempts) SELECT 'fail', '{}', 2 FROM generate_series(1, 2000)")
-    after = settled_size(workplace, daemon.pid)
-    assert workplace.states() == {"succeeded": 32_002, "dead": 3_000}
-    assert_not_grown(before, after)
+    wait_until_idle(workplace)
+    wait_for(lambda: comes_back_to(before, workplace, daemon.pid))
+    workplace.db.execute("DELETE FROM jobs WHERE kind = 'count_tasks'")
+    assert workplace.states() == {"succeeded": 32_000, "dead": 3_000}
 
 
 def test_nothing_is_left_behind_by_reconnecting(workplace: Workplace) -> None:
@@ -98,5 +106,4 @@ def test_nothing_is_left_behind_by_reconnecting(workplace: Workplace) -> None:
         wait_for(lambda: len(workplace.backends()) >= 2)
         workplace.terminate()
     workplace.healthy()
-    after = settled_size(workplace, daemon.pid)
-    assert_not_grown(before, after)
+    wait_for(lambda: comes_back_to(before, workplace, daemon.pid))

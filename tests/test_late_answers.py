@@ -22,7 +22,7 @@ from worker.health import HealthFile, Heartbeat, read_verdicts
 from worker.retention import Retention
 from worker.store import pruning, standbys, task_claiming
 from worker.store.claiming import CLAIM_SETTINGS
-from worker.store.connection import Connection, Database, Lane, read_moments_as_microseconds
+from worker.store.connection import Connection, Database, Lane, SessionLimits, read_moments_as_microseconds
 from worker.store.schema import LOCK_MIGRATION
 
 # --- the disk
@@ -82,7 +82,7 @@ async def test_a_disk_that_does_not_answer_stops_no_renewal(database_url: str, t
 
         await await_for(was_renewed, 30)
 
-    settings = quick(database_url, lease_seconds=2)
+    settings = quick(database_url, lease_seconds=20, renew_seconds=0.5)
     async with seen(database_url) as run, Worker(handlers, settings, health_file=lambda _: file):
         try:
             row = await run.run("long")
@@ -118,21 +118,22 @@ async def test_each_statement_of_the_retention_has_its_own_limit(database_url: s
 
     def slowly(prune: Callable[..., Awaitable[pruning.PruneStep]]) -> Callable[..., Awaitable[pruning.PruneStep]]:
         async def turn(connection: Connection, database: Database, **options: object) -> pruning.PruneStep:
-            await connection.execute("SELECT pg_sleep(0.8)")
+            await connection.execute("SELECT pg_sleep(2)")
             return await prune(connection, database, **options)
 
         return turn
 
     for name in ("prune_jobs", "prune_ledger", "prune_leases"):
         monkeypatch.setattr(pruning, name, slowly(getattr(pruning, name)))
-    async with connected(database_url) as connection:
+    limits = SessionLimits(statement_timeout_seconds=60, lock_timeout_seconds=60, idle_in_transaction_seconds=60)
+    async with connected(database_url, limits=limits) as connection:
         await connection.execute("INSERT INTO job_effects VALUES ('old', 1, 1, now() - interval '1 hour')")
         await Retention(
             Database(database_url, environ={}),
             retention_seconds=1,
             dead_retention_seconds=1,
             ledger_retention_seconds=1,
-            statement_seconds=2,
+            statement_seconds=5,
         ).step(connection)
         assert await connection.fetchval("SELECT count(*) FROM job_effects") == 0
 
@@ -158,7 +159,7 @@ async def test_a_locked_task_of_a_lost_answer_holds_up_no_claim_and_goes_back_la
 ) -> None:
     database = Database(database_url, environ={})
     lane = Lane(database, task_claiming.ROLE, settings=CLAIM_SETTINGS)
-    claims = Claims(database, lane, claim_timeout_seconds=2, limit_seconds=5, give_back=lambda task, owner: None)
+    claims = Claims(database, lane, claim_timeout_seconds=20, limit_seconds=60, give_back=lambda task, owner: None)
     believed = []
 
     def believe(connection: Connection) -> None:

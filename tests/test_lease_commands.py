@@ -21,10 +21,12 @@ from tests.lease_rows import Db, row, take
 from tests.processes import ROOT, environment
 from tests.waiting import wait_for
 
+PATIENT = {"WORKER_QUERY_TIMEOUT_SECONDS": "60", "WORKER_CONNECT_TIMEOUT_SECONDS": "60", "WORKER_LEASE_SECONDS": "120"}
+
 
 def test_a_lease_is_acquired_renewed_and_released_by_hand(database_url: str, tmp_path: Path) -> None:
     def lease(*arguments: str) -> tuple[int, dict[str, Any], str]:
-        result = worker("lease", *arguments, "--json", directory=tmp_path, DATABASE_URL=database_url, WORKER_NAME="shop")
+        result = worker("lease", *arguments, "--json", directory=tmp_path, DATABASE_URL=database_url, WORKER_NAME="shop", **PATIENT)
         return result.returncode, json.loads(result.stdout), result.stderr
 
     status, got, _ = lease("acquire", "nightly", "--ttl", "3600", "--request-id", "q", "--metadata", '{"why": "é"}')
@@ -57,7 +59,7 @@ def test_a_lease_is_acquired_renewed_and_released_by_hand(database_url: str, tmp
 def test_leases_are_listed_for_people_pipes_and_programs(database_url: str, db: Db, tmp_path: Path) -> None:
     got = db.execute("SELECT * FROM acquire_lease('gone', E'a\\tb\\x1b[31m')").fetchone()
     db.execute("SELECT release_lease('gone', %s, %s)", [got.holder, got.fence])
-    db.execute("SELECT acquire_lease('nightly', 'me', 60)")
+    db.execute("SELECT acquire_lease('nightly', 'me', 600)")
     plain = worker("lease", "list", directory=tmp_path, DATABASE_URL=database_url)
     lines = [line.split("\t") for line in plain.stdout.splitlines()]
     assert lines[0][:5] == ["id", "resource", "state", "holder", "fence"]
@@ -163,7 +165,7 @@ def test_a_lease_that_a_rival_takes_right_behind_its_release_was_released(databa
     release = ("lease", "release", "nightly", "--holder", "me", "--fence", str(mine.fence), "--json")
     with ThreadPoolExecutor() as threads:
         try:
-            releasing = threads.submit(worker, *release, directory=tmp_path, DATABASE_URL=database_url)
+            releasing = threads.submit(worker, *release, directory=tmp_path, DATABASE_URL=database_url, **PATIENT)
             wait_for(lambda: waits("advisory"), 30)
             rivalling = threads.submit(be_the_rival)
             wait_for(lambda: waits("relation"), 30)

@@ -91,6 +91,7 @@ def test_a_deadlock_or_a_wait_beyond_lock_timeout_is_held_and_aborts_nothing(db:
             assert acquire(other, "two", "b").outcome == "acquired"
             assert acquire(other, "one", "b")[:2] == ("held", None)
     other.execute("SET lock_timeout = 0; SET deadlock_timeout = '100ms'")
+    db.execute("SET deadlock_timeout = '60s'")  # it is the other one that notices
     for resource in ("one", "two"):
         expire(db, resource)
     with ThreadPoolExecutor(1) as pool, db.transaction():

@@ -21,7 +21,7 @@ from worker.store.connection import Database
 
 async def test_a_lost_lease_cancels_the_block_and_surfaces_as_lease_lost(leases: Leases, db: Db) -> None:
     with loses("'nightly': lease_lost") as loss:
-        async with leases.hold("nightly", ttl_seconds=3) as held:
+        async with leases.hold("nightly", ttl_seconds=9) as held:
             steal(db, "nightly")
             try:
                 await until_cancelled()
@@ -55,7 +55,7 @@ async def test_the_block_is_cancelled_before_the_lease_can_pass_on_when_nothing_
 
 async def test_an_outage_shorter_than_the_trust_costs_nothing(database_url: str, db: Db) -> None:
     with listening() as log:
-        async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases, leases.hold("nightly", ttl_seconds=6) as held:
+        async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases, leases.hold("nightly", ttl_seconds=12) as held:
             proxy.go_mute()
             proxy.cut()
             await await_for(lambda: log.find(events.DATABASE_LOST))
@@ -64,7 +64,7 @@ async def test_an_outage_shorter_than_the_trust_costs_nothing(database_url: str,
             proxy.cut()
             proxy.flow()
             await await_for(lambda: log.find(events.DATABASE_RESTORED))
-            await await_for(lambda: row(db, "nightly").renewed_at not in (None, lost.renewed_at))
+            await await_for(lambda: row(db, "nightly").renewed_at not in (None, lost.renewed_at), 30)
             held.ensure_lease(1)
             assert row(db, "nightly").fence == held.fence == lost.fence
         assert is_free(db, "nightly")
@@ -72,7 +72,7 @@ async def test_an_outage_shorter_than_the_trust_costs_nothing(database_url: str,
 
 async def test_a_block_that_ends_by_its_own_exception_surfaces_it(leases: Leases, db: Db) -> None:
     with pytest.raises(ValueError, match="mine"):
-        async with leases.hold("nightly", ttl_seconds=1):
+        async with leases.hold("nightly", ttl_seconds=60):
             raise ValueError("mine")
     assert is_free(db, "nightly")
     with pytest.raises(ValueError, match="mine"):
@@ -83,7 +83,7 @@ async def test_a_block_that_ends_by_its_own_exception_surfaces_it(leases: Leases
 
 
 async def fail_when_cancelled(leases: Leases, db: Db) -> None:
-    async with leases.hold("nightly", ttl_seconds=1):
+    async with leases.hold("nightly", ttl_seconds=3):
         steal(db, "nightly")
         try:
             await until_cancelled()
@@ -93,12 +93,12 @@ async def fail_when_cancelled(leases: Leases, db: Db) -> None:
 
 async def test_a_block_that_ends_as_if_nothing_had_happened_is_told_of_the_loss(leases: Leases, db: Db) -> None:
     with loses():
-        async with leases.hold("nightly", ttl_seconds=1):
+        async with leases.hold("nightly", ttl_seconds=3):
             steal(db, "nightly")
             with contextlib.suppress(asyncio.CancelledError):
                 await until_cancelled()
     with loses():
-        async with leases.hold("busy", ttl_seconds=1) as held:
+        async with leases.hold("busy", ttl_seconds=3) as held:
             steal(db, "busy")
             wait_for(lambda: held.remaining_seconds() == 0)  # the loop does not turn: nobody can be cancelled
     await hold_once(leases, "another")  # nor is anybody afterwards
@@ -109,7 +109,7 @@ async def test_a_cancellation_from_outside_stays_one(leases: Leases, db: Db, is_
     entered: asyncio.Future[HeldLease] = asyncio.get_running_loop().create_future()
 
     async def holding() -> None:
-        async with leases.hold("nightly", ttl_seconds=1) as held:
+        async with leases.hold("nightly", ttl_seconds=3) as held:
             entered.set_result(held)
             await until_cancelled()
 
@@ -136,15 +136,15 @@ async def test_a_time_out_around_the_block_stays_one(leases: Leases, db: Db) -> 
 
 
 async def test_blocks_inside_each_other_are_lost_one_by_one(leases: Leases, db: Db) -> None:
-    async with leases.hold("outer", ttl_seconds=1) as outer:
+    async with leases.hold("outer", ttl_seconds=60) as outer:
         with loses("inner"):
-            async with leases.hold("inner", ttl_seconds=1):
+            async with leases.hold("inner", ttl_seconds=3):
                 steal(db, "inner")
                 await until_cancelled()
         outer.ensure_lease()
         await hold_once(leases, "another")  # nobody is cancelled for it
     with loses("outer"):
-        async with leases.hold("outer", ttl_seconds=1), leases.hold("innermost", ttl_seconds=30):
+        async with leases.hold("outer", ttl_seconds=3), leases.hold("innermost", ttl_seconds=60):
             steal(db, "outer")
             await until_cancelled()
     assert is_free(db, "innermost")
@@ -155,12 +155,12 @@ async def test_the_release_waits_until_the_block_has_really_ended(leases: Leases
     task_holds = asyncio.Event()
 
     async def holding() -> None:
-        async with leases.hold("nightly", ttl_seconds=1):
+        async with leases.hold("nightly", ttl_seconds=4):
             task_holds.set()
             try:
                 await until_cancelled()
             finally:
-                for _ in range(5):  # longer than its term
+                for _ in range(4):  # longer than its term
                     before = row(db, "nightly").renewed_at
                     await await_for(lambda: row(db, "nightly").renewed_at != before)  # noqa: B023
                     assert is_live(db, "nightly")

@@ -114,7 +114,8 @@ def test_a_commit_that_was_rolled_back_and_not_answered_is_made_again(
 ) -> None:
     """K2: the same error at the client, the opposite truth. Recorded effects are written again without running the handler; a
     transaction of the handler's own is its attempt's failure."""
-    daemon = workplace.daemon(**shape, WORKER_LEASE_SECONDS="12")
+    workplace.db.execute("ALTER FUNCTION wait_for_gate() SET lock_timeout = 0")
+    daemon = workplace.daemon(**shape, WORKER_LEASE_SECONDS="60", WORKER_QUERY_TIMEOUT_SECONDS="20")
     with psycopg.connect(workplace.url, autocommit=True) as gatekeeper:
         gatekeeper.execute("SELECT pg_advisory_lock(4711)")
         id = workplace.add(kind, key="rolled-back")
@@ -129,7 +130,7 @@ def test_a_commit_that_was_rolled_back_and_not_answered_is_made_again(
 def test_a_frozen_commit_is_looked_up_when_it_has_ended(private_workplace: Workplace) -> None:
     """K4 on the committer: its session may still commit, so nothing is decided before."""
     workplace = private_workplace
-    daemon = workplace.daemon(WORKER_LEASE_SECONDS="6")
+    daemon = workplace.daemon(WORKER_LEASE_SECONDS="12")
     workplace.healthy()
     id = workplace.add("gated", {"gate": "gate"}, key="frozen")
     workplace.wait_for_notes("start", "frozen")

@@ -8,7 +8,10 @@ import signal
 import pytest
 
 from tests.waiting import wait_for
-from tests.workplace import LEASE_SECONDS, Workplace, both_shapes, frozen
+from tests.workplace import Workplace, both_shapes, frozen
+
+LONG = {"WORKER_LEASE_SECONDS": "60"}
+"""So long that no lease of this daemon is lost by itself, and no renewal tells it of a loss meanwhile."""
 
 
 @both_shapes
@@ -18,7 +21,7 @@ def test_a_frozen_worker_can_write_nothing_when_it_wakes(workplace: Workplace, s
     id = workplace.add("gated", {"gate": "gate"}, key="contested")
     workplace.wait_for_notes("start")
     with frozen([zombie.pid]):
-        other = workplace.daemon(**shape)
+        other = workplace.daemon(**shape, **LONG)
         # Its lease and its presence have lapsed: the other one may start.
         workplace.wait_for_notes("start", count=2)
         workplace.open_gate()
@@ -41,7 +44,7 @@ def test_a_zombie_inside_its_own_transaction_can_write_nothing(workplace: Workpl
     id = workplace.add("own", {"gate": "gate"}, key="contested")
     workplace.wait_for_notes("start")
     with frozen([zombie.pid]):
-        workplace.daemon(**shape)
+        workplace.daemon(**shape, **LONG)
         workplace.wait_for_notes("start", count=2)
         workplace.open_gate()
         workplace.wait_for_state(id, "succeeded")
@@ -54,11 +57,11 @@ def test_a_zombie_inside_its_own_transaction_can_write_nothing(workplace: Workpl
 @pytest.mark.parametrize("kind", ["gated", "own", "fail"])
 def test_a_worker_that_has_not_noticed_its_loss_can_write_nothing(workplace: Workplace, shape: dict[str, str], kind: str) -> None:
     """Guarantee 2: its trust has long to run, and its handler ends first. The fence alone refuses it; the row stays as it is."""
-    first = workplace.daemon(**shape, WORKERS="1", WORKER_LEASE_SECONDS="30")
+    first = workplace.daemon(**shape, WORKERS="1", **LONG)
     id = workplace.add(kind, {"gate": "gate-{attempt}"}, key="contested")
     workplace.wait_for_notes("start")
     workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 second'")
-    second = workplace.daemon(**shape)
+    second = workplace.daemon(**shape, **LONG)
     workplace.wait_for_notes("start", count=2)
     taken = workplace.job(id)
     workplace.open_gate("gate-1")
@@ -77,13 +80,13 @@ def test_a_worker_that_has_not_noticed_its_loss_can_write_nothing(workplace: Wor
 
 def test_a_transaction_left_open_by_a_frozen_worker_ends_before_its_job_is_lost(workplace: Workplace) -> None:
     """The row lock would keep the reaper away for ever; the server ends the session."""
-    zombie = workplace.daemon()
-    id = workplace.add("own", {"seconds": 0.4})
+    zombie = workplace.daemon(WORKER_LEASE_SECONDS="6")
+    id = workplace.add("own", {"seconds": 1.5})
     workplace.wait_for_notes("start")
     wait_for(lambda: workplace.backends("pool", "idle in transaction"))
     with frozen([zombie.pid]):
-        workplace.daemon()
-        workplace.wait_for_state(id, "succeeded", timeout_seconds=15 * LEASE_SECONDS)
+        workplace.daemon(**LONG)
+        workplace.wait_for_state(id, "succeeded", timeout_seconds=40)
     zombie.wait_for_event("job_abandoned", job_id=id)
     workplace.healthy()
 
@@ -92,7 +95,7 @@ def test_a_transaction_left_open_by_a_frozen_worker_ends_before_its_job_is_lost(
 @pytest.mark.parametrize("loss", ["expired", "taken"])
 def test_a_handler_is_told_to_stop_when_its_lease_is_lost(workplace: Workplace, shape: dict[str, str], loss: str) -> None:
     """Guarantee 5: a renewal says that the lease is gone."""
-    daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300")
+    daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="6")
     id = workplace.add("checking")
     workplace.wait_for_notes("start")
     if loss == "expired":
@@ -109,7 +112,7 @@ def test_a_handler_is_told_to_stop_when_its_lease_is_lost(workplace: Workplace, 
 @pytest.mark.parametrize("kind", ["gated", "own"])
 def test_a_late_completion_counts_until_the_reaper_has_moved_the_row(workplace: Workplace, kind: str) -> None:
     """C4, guarantee 2: owner and fence decide, not the time."""
-    workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="6")
+    workplace.daemon(WORKER_REAP_SECONDS="300", **LONG)
     id = workplace.add(kind, {"gate": "gate"})
     workplace.wait_for_notes("start")
     workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
@@ -119,7 +122,7 @@ def test_a_late_completion_counts_until_the_reaper_has_moved_the_row(workplace: 
 
 
 def test_a_late_failure_counts_until_the_reaper_has_moved_the_row(workplace: Workplace) -> None:
-    daemon = workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="6")
+    daemon = workplace.daemon(WORKER_REAP_SECONDS="300", **LONG)
     id = workplace.add("fail", {"gate": "gate"}, max_attempts=1)
     workplace.wait_for_notes("start")
     workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
@@ -129,7 +132,7 @@ def test_a_late_failure_counts_until_the_reaper_has_moved_the_row(workplace: Wor
 
 
 def test_a_late_snooze_counts_until_the_reaper_has_moved_the_row(workplace: Workplace) -> None:
-    workplace.daemon(WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="30")
+    workplace.daemon(WORKER_REAP_SECONDS="300", **LONG)
     id = workplace.add("snooze", {"gate": "gate"}, max_attempts=1)
     workplace.wait_for_notes("start")
     workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
@@ -140,7 +143,7 @@ def test_a_late_snooze_counts_until_the_reaper_has_moved_the_row(workplace: Work
 @both_shapes
 def test_a_late_release_counts_until_the_reaper_has_moved_the_row(workplace: Workplace, shape: dict[str, str]) -> None:
     """No renewal is due before the stop, so nobody has noticed that the lease is over."""
-    daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300", WORKER_LEASE_SECONDS="60", WORKER_SHUTDOWN_GRACE_SECONDS="0")
+    daemon = workplace.daemon(**shape, WORKER_REAP_SECONDS="300", **LONG, WORKER_SHUTDOWN_GRACE_SECONDS="0")
     id = workplace.add("gated", {"gate": "never"}, max_attempts=1)
     workplace.wait_for_notes("start")
     workplace.db.execute("UPDATE jobs SET lease_until = now() - interval '1 hour'")
@@ -160,7 +163,7 @@ def test_a_crashed_workers_job_becomes_claimable_after_expiry(workplace: Workpla
     lease_until = workplace.job(id).lease_until
     for _ in range(2):
         workplace.add("nap", {"seconds": 60})
-    rescuer = workplace.daemon(**shape, WORKERS="2")
+    rescuer = workplace.daemon(**shape, **LONG, WORKERS="2")
     workplace.wait_for_notes("start", count=3)
     row = workplace.wait_for_state(id, "ready")
     assert workplace.value("SELECT clock_timestamp()") >= lease_until
@@ -169,7 +172,7 @@ def test_a_crashed_workers_job_becomes_claimable_after_expiry(workplace: Workpla
     assert expired["outcome"] == "crashed"
     assert [failure.outcome for failure in workplace.failures(id)] == ["crashed"]
     workplace.open_gate()
-    workplace.daemon(**shape)
+    workplace.daemon(**shape, **LONG)
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 2
     assert row.fence > workplace.notes("start", "orphan")[0].fence
@@ -204,6 +207,6 @@ def test_a_job_is_recovered_by_its_own_lease_alone(workplace: Workplace, gone: s
     workplace.db.execute(gone)
     daemon.kill()
     workplace.open_gate()
-    workplace.daemon()
+    workplace.daemon(**LONG)
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 2

@@ -42,10 +42,11 @@ async def test_a_burst_ends_although_it_was_not_told_once_whether_work_is_left(
 
 async def test_a_handler_that_outlives_its_worker_ends_in_peace(database_url: str) -> None:
     """Its job was left to lease expiry, and the log has said so: there is nothing more to say, and nobody to say it to."""
-    handlers, leave = Handlers(), asyncio.Event()
+    handlers, started, leave = Handlers(), asyncio.Event(), asyncio.Event()
 
     @handlers.job("deaf")
     async def deaf(job: Job[object]) -> None:
+        started.set()
         await deaf_until(leave)
 
     async with seen(database_url) as run:
@@ -54,7 +55,7 @@ async def test_a_handler_that_outlives_its_worker_ends_in_peace(database_url: st
             assert worker.parts is not None
             pool = worker.parts.pool
             id = await run.enqueue("deaf")
-            await await_for(lambda: pool.busy() == 1, 20)
+            await started.wait()
         assert (worker.status, worker.has_deaf) == (75, True)
         leave.set()
         await await_for(lambda: pool.busy() == 0, 20)

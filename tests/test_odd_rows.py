@@ -28,7 +28,7 @@ async def test_ids_and_fences_beyond_32_bits_work_everywhere(database_url: str, 
     async with seen(database_url) as run:
         await run.connection.execute(f"ALTER TABLE jobs ALTER id RESTART WITH {big}; ALTER SEQUENCE fence_seq RESTART WITH {big}")
         await run.connection.execute("CREATE TABLE ledger (key text, fence bigint)")
-        async with Worker(handlers, quick(database_url, lease_seconds=1, shutdown_grace_seconds=0, **shape)):
+        async with Worker(handlers, quick(database_url, lease_seconds=20, renew_seconds=0.3, shutdown_grace_seconds=0, **shape)):
             await everything_works(run)
             assert await run.value("SELECT min(fence) FROM ledger") >= big
             long_one = await run.enqueue("long")
@@ -115,7 +115,7 @@ async def test_rows_that_nobody_would_write_harm_neither_their_neighbours_nor_wh
                 waiting = "state = 'ready' AND kind = 'echo' AND available_at <= now()"
                 return not await run.value(f"SELECT count(*) FROM jobs WHERE {waiting}")
 
-            await await_for(all_ended)
+            await await_for(all_ended, 30)
         for event in (events.CLAIM_FAILED, events.REAPER_FAILED, events.RENEW_FAILED, events.INTERNAL_ERROR):
             assert {said.get("error_type") for said in run.log.find(event)} <= {"TimeoutError"}  # a busy machine
         await look()

@@ -133,7 +133,7 @@ def test_failing_jobs_retry_with_growing_delays_and_end_dead(workplace: Workplac
 
 def test_a_retry_comes_within_the_cap_after_any_number_of_attempts(workplace: Workplace) -> None:
     """D5: numbers at which 2^n leaves an int, a float or an interval behind; and where the column itself ends."""
-    daemon = workplace.daemon(WORKER_BACKOFF_BASE_SECONDS="1", WORKER_BACKOFF_MAX_SECONDS="64")
+    daemon = workplace.daemon(WORKER_BACKOFF_BASE_SECONDS="60", WORKER_BACKOFF_MAX_SECONDS="64")  # none comes again meanwhile
     most = 2**31 - 1
     numbers = [0, 5, 31, 38, 62, 63, 64, 1_100, 32_767, 10**9, most - 2, most - 1]
     rows = workplace.ask(
@@ -148,7 +148,7 @@ def test_a_retry_comes_within_the_cap_after_any_number_of_attempts(workplace: Wo
         assert 0 < delay <= 64
     rows = workplace.ask("SELECT *, extract(epoch FROM available_at - started_at)::float8 AS after FROM jobs ORDER BY id")
     assert [row.attempts for row in rows] == [number + 1 for number in numbers]
-    assert all(row.state == "ready" and 0.5 <= row.after < 64 + 60 for row in rows[:-1])
+    assert all(row.state == "ready" and 30 <= row.after < 64 + 60 for row in rows[:-1])
     assert workplace.wait_for_state(ids[-1], "dead").attempts == most
     workplace.healthy()
 
@@ -164,7 +164,7 @@ def test_counters_at_their_end_stop_neither_reaper_nor_claims(workplace: Workpla
         {"most": most},
     )
     daemon = workplace.daemon()
-    wait_for(lambda: workplace.states() == {"dead": 2, "succeeded": 1})
+    wait_for(lambda: workplace.states() == {"dead": 2, "succeeded": 1}, 30)
     assert workplace.value("SELECT max(attempts) FROM jobs") == most
     assert workplace.value("SELECT max(crashes) FROM jobs") == 32_767
     workplace.healthy()
@@ -182,8 +182,8 @@ def test_an_unknown_kind_waits_for_who_knows_it_without_using_attempts(workplace
     assert (row.attempts, released["attempt"]) == (0, 1)
     # Put back with a delay: not in a circle.
     assert workplace.value("SELECT available_at >= started_at + interval '5 seconds' FROM jobs WHERE id = %s", id)
-    workplace.db.execute("UPDATE jobs SET available_at = now()")
     assert old.stop() == 0
+    workplace.db.execute("UPDATE jobs SET available_at = now()")
     workplace.daemon()
     row = workplace.wait_for_state(id, "succeeded")
     assert row.attempts == 1
@@ -237,7 +237,7 @@ def test_failures_do_not_grow_a_job_without_limit(workplace: Workplace) -> None:
     """D16: 30 failures of 1 MB each."""
     workplace.daemon(WORKER_BACKOFF_BASE_SECONDS="0", WORKER_LOG_LEVEL="error", ready=False)
     id = workplace.add("fail", {"characters": 1_000_000}, max_attempts=30)
-    row = workplace.wait_for_state(id, "dead", timeout_seconds=30)
+    row = workplace.wait_for_state(id, "dead", timeout_seconds=60)
     assert (row.attempts, len(row.last_error)) == (30, 1000)
     failures = workplace.failures(id)
     assert [failure.attempt for failure in failures] == list(range(11, 31))
@@ -258,5 +258,7 @@ def test_a_redelivered_job_leaves_one_effect_a_key(workplace: Workplace, shape: 
         again = workplace.add(kind, key=kind)
         workplace.wait_for_state(again, "succeeded")
         assert workplace.ledger() == {id: 1}
-        assert [event["attempt"] for event in daemon.find("effect_already_applied", kind=kind)] == [2, 1]
+        for attempt in (2, 1):
+            daemon.wait_for_event("effect_already_applied", kind=kind, attempt=attempt)
+        assert len(daemon.find("effect_already_applied", kind=kind)) == 2
         workplace.db.execute("TRUNCATE ledger")

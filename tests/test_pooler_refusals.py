@@ -59,7 +59,7 @@ def test_a_role_without_the_limits_is_refused(pooled: PooledWorkplace, missing: 
     alter = sql.SQL("ALTER ROLE {} RESET {}").format(sql.Identifier(pooled.role), sql.Identifier(missing))
     pooled.db.execute(alter)
     process = pooled.daemon(ready=False)
-    assert process.wait(10) == 78
+    assert process.wait() == 78
     (refused,) = process.find("config_invalid")
     assert f"ALTER ROLE … SET {missing} = '" in refused["error"]
 
@@ -78,6 +78,6 @@ def test_a_pooler_on_the_route_for_listen_is_named(pooled: PooledWorkplace) -> N
 
 def test_options_in_the_url_are_refused_with_what_to_do(pooled: PooledWorkplace) -> None:
     process = pooled.daemon(ready=False, DATABASE_URL=pooled.pooled_url + "&options=-cwork_mem%3D8MB")
-    assert process.wait(10) == 78
+    assert process.wait() == 78
     (refused,) = process.find("config_invalid")
     assert "leave options out of the URL" in refused["error"]

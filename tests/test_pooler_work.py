@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from psycopg import sql
 
 from tests.pooled_workplace import PooledWorkplace, troubles
 from tests.pooling import FEW_CONNECTIONS, needs_pgbouncer, pgbouncer
@@ -22,7 +23,10 @@ def test_two_daemons_do_five_hundred_jobs_without_one_error(
 ) -> None:
     """A10: no statement that "already exists" or "does not exist", though sessions change hands with every transaction."""
     route = pooled.listening() if has_direct_route else {}
-    processes = [pooled.daemon(**shape, **route, WORKER_LEASE_SECONDS="30") for _ in range(2)]
+    # One error is too many: so nothing is called late that only a busy machine makes late.
+    pooled.db.execute(sql.SQL("ALTER ROLE {} SET statement_timeout = '15s'").format(sql.Identifier(pooled.role)))
+    patient = {"WORKER_LEASE_SECONDS": "60", "WORKER_QUERY_TIMEOUT_SECONDS": "15", "WORKER_CLAIM_TIMEOUT_SECONDS": "15"}
+    processes = [pooled.daemon(**shape, **route, **patient) for _ in range(2)]
     seen: set[int] = set()
     most = 0
     ids = pooled.add_many(350, "nap") + pooled.add_many(100, "own") + pooled.add_many(50, "reading", {"seconds": 0.01})
@@ -64,7 +68,7 @@ def test_with_a_direct_route_a_job_and_a_cancellation_wake_at_once(pooled: Poole
 
 
 def test_without_a_direct_route_it_polls_and_says_so_once(pooled: PooledWorkplace) -> None:
-    process = pooled.daemon(WORKER_POLL_SECONDS="0.3")
+    process = pooled.daemon(WORKER_POLL_SECONDS="0.3", WORKER_LEASE_SECONDS="6")
     for number in range(5):
         pooled.add("nap", key=f"poll-{number}")
         pooled.wait_for_notes("start", f"poll-{number}")
@@ -73,13 +77,14 @@ def test_without_a_direct_route_it_polls_and_says_so_once(pooled: PooledWorkplac
     assert pooled.value("SELECT cancel_job(%s)", id) == "cancelled"
     # The next renewal finds it out.
     pooled.wait_for_notes("told:cancelled", "cancelled")
-    lost, cancelled = troubles(process)
-    assert (lost["event"], cancelled["event"]) == ("listener_lost", "job_abandoned")
+    process.wait_for_event("job_abandoned", job_id=id)
+    (lost,) = process.find("listener_lost")
     assert "WORKER_LISTEN_DATABASE_URL" in str(lost["error"])
+    assert len(process.find("job_abandoned")) == 1
 
 
 def test_a_stop_gives_back_what_it_does_not_finish(pooled: PooledWorkplace) -> None:
-    process = pooled.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="3")
+    process = pooled.daemon(WORKER_SHUTDOWN_GRACE_SECONDS="5", WORKER_LEASE_SECONDS="12")
     short, long = pooled.add("nap", {"seconds": 0.5}), pooled.add("nap", {"seconds": 60})
     pooled.wait_for_notes("start", count=2)
     assert process.stop() == 0
@@ -93,7 +98,7 @@ def test_sessions_that_handlers_get_keep_nothing_for_the_next(pooled: PooledWork
     pooled.daemon(WORKERS="2")
     for _ in range(6):
         pooled.add("own", {"seconds": 1}, max_attempts=1)
-    wait_for(lambda: pooled.states() == {"dead": 6})
+    wait_for(lambda: pooled.states() == {"dead": 6}, 30)
     id = pooled.add("limits")
     assert pooled.wait_for_state(id, "succeeded").result == {
         "statement_timeout": 1000,

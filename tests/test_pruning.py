@@ -215,7 +215,7 @@ async def test_a_prune_that_is_killed_has_deleted_whole_pages_and_the_next_one_g
             return 0 < await connection.fetchval("SELECT count(*) FROM jobs") < 5000
 
         await await_for(is_under_way, 30)
-        await connection.execute("SET lock_timeout = '10ms'")
+        await connection.execute("SET lock_timeout = '300ms'")  # far less than a page takes
         id = await connection.fetchval("INSERT INTO jobs (payload) VALUES ('1') RETURNING id")
         await connection.execute("UPDATE jobs SET state = 'cancelled', completed_at = now() WHERE id = $1", id)
     finally:

@@ -113,10 +113,10 @@ async def test_the_example_runs_in_a_daemon_and_takes_jobs_from_every_caller_sho
             rows = db.execute("SELECT idempotency_key AS key FROM jobs WHERE state = %s ORDER BY 1", [state]).fetchall()
             return [row["key"] for row in rows]
 
-        await await_for(lambda: keys("succeeded") == [f"hello-{n}" for n in range(1002, 1009)])
+        await await_for(lambda: keys("succeeded") == [f"hello-{n}" for n in range(1002, 1009)], 30)
         assert keys("ready") == ["hello-1001"]
         [delayed] = db.execute("SELECT available_at - created_at AS delay FROM jobs WHERE state = 'ready'").fetchall()
-        assert 29 < delayed["delay"].total_seconds() < 31
+        assert 29 < delayed["delay"].total_seconds() < 60
         bodies = db.execute("SELECT key, body FROM sent ORDER BY key").fetchall()
         assert bodies == [{"key": f"hello-{n}", "body": "Welcome! hi"} for n in range(1002, 1009)]
 
@@ -164,7 +164,7 @@ async def test_the_pool_lives_in_the_lifespan_of_a_web_application(
         async with left["app"].lifespan(left["app"]):
             db.execute("SELECT FROM enqueue_job('welcome', '{\"message\": \"hi\"}')")
             await await_for(lambda: db.execute("SELECT body FROM sent").fetchall() == [("Welcome! hi",)])
-            assert db.execute("SELECT slots FROM processes").fetchall() == [(4,)]
+            await await_for(lambda: db.execute("SELECT slots FROM processes").fetchall() == [(4,)])
         assert db.execute("SELECT FROM processes").fetchall() == []
 
 

@@ -71,7 +71,7 @@ def test_a_daemon_has_five_connections_beside_its_pool_and_opens_no_port(databas
             most = max(most, len([role for role in roles() if role not in own]))
             return db.execute("SELECT count(*) FROM jobs WHERE state <> 'succeeded'").fetchone() == (0,)
 
-        wait_for(all_done)
+        wait_for(all_done, 30)
         wait_for(lambda: [role for role in roles() if role in own] == own)
         assert most <= 2
     assert listening_sockets(process.pid) == set()
@@ -99,5 +99,10 @@ def test_a_kind_that_nobody_knows_shows_up_in_the_statistics(
     with psycopg.connect(database_url, autocommit=True) as db:
         db.execute("SELECT FROM enqueue_job('nobody_knows', '{}')")
     process.wait_for_event("unknown_kind", kind="nobody_knows")
-    shown = run_worker("stats", "--json", directory=tmp_path, DATABASE_URL=database_url)
-    assert json.loads(shown.stdout)["unknown_kinds"] == {"nobody_knows": 1}
+
+    def shown() -> bool:
+        """Once the daemon has put the job back."""
+        statistics = run_worker("stats", "--json", directory=tmp_path, DATABASE_URL=database_url)
+        return bool(json.loads(statistics.stdout)["unknown_kinds"] == {"nobody_knows": 1})
+
+    wait_for(shown, 30)

@@ -23,6 +23,7 @@ from worker.store.connection import Database, Lane, SessionLimits, read_moments_
 OWNER = "test-00000000"
 LEASE = Lease(60.0, 6.0)
 RENEW_SECONDS = 20.0
+PATIENT = SessionLimits(statement_timeout_seconds=60, lock_timeout_seconds=60, idle_in_transaction_seconds=60)
 
 # --- the presence
 
@@ -30,7 +31,7 @@ RENEW_SECONDS = 20.0
 @asynccontextmanager
 async def renewing(dsn: str) -> AsyncIterator[tuple[JobRenewals, Holdings]]:
     """The renewals of a process with leases of a minute, which says in between that it is there."""
-    database, holdings = Database(dsn, environ={}), Holdings()
+    database, holdings = Database(dsn, environ={}, limits=PATIENT), Holdings()
     lane = Lane(database, ROLE, settings=LEASE_SETTINGS)
     renewals = JobRenewals(
         database,
@@ -39,7 +40,7 @@ async def renewing(dsn: str) -> AsyncIterator[tuple[JobRenewals, Holdings]]:
         lease=LEASE,
         holdings=holdings,
         renew_seconds=RENEW_SECONDS,
-        statement_seconds=3.0,
+        statement_seconds=60.0,
         busy=lambda: 0,
         hungry=lambda: False,
         health=lambda: "{}",
@@ -128,28 +129,26 @@ async def test_an_own_transaction_may_outlive_its_lease_for_as_long_as_its_row_i
 async def own_transaction_gone_mute(dsn: str) -> AsyncIterator[tuple[Run, int, Callable[[], str | None]]]:
     """A Worker with one job, its id, and the reason for which its handler was told to stop: it waits inside job.transaction() for
     an answer on a connection that has gone mute, and the server ends that transaction soon."""
-    handlers, is_inside, is_mute = Handlers(), asyncio.Event(), asyncio.Event()
+    handlers, is_inside = Handlers(), asyncio.Event()
     jobs: list[Job[object]] = []
 
     @handlers.job("own", timeout_seconds=600)
     async def own(job: Job[object]) -> None:
         jobs.append(job)
         async with job.transaction() as tx:
+            proxy.go_mute()  # at once, before the server can end it
             is_inside.set()
-            await is_mute.wait()
             await tx.execute("SELECT 1")
 
-    limits = SessionLimits(statement_timeout_seconds=3, lock_timeout_seconds=1, idle_in_transaction_seconds=0.5)
+    limits = SessionLimits(statement_timeout_seconds=3, lock_timeout_seconds=1, idle_in_transaction_seconds=1)
     async with seen(dsn) as run, Proxy(dsn) as proxy:
         pool = Database(proxy.dsn, environ={}, limits=limits).pool(1)
         try:
-            async with Worker(handlers, quick(dsn, lease_seconds=6)) as worker:
+            async with Worker(handlers, quick(dsn, lease_seconds=9)) as worker:
                 assert worker.parts is not None
                 worker.parts.pool.surroundings.pool = pool
                 id = await run.enqueue("own", max_attempts=1)
                 await asyncio.wait_for(is_inside.wait(), 20)
-                proxy.go_mute()
-                is_mute.set()
                 yield run, id, lambda: jobs[0].cancel_reason
                 proxy.flow()
         finally:
@@ -198,7 +197,9 @@ async def test_a_handler_in_its_own_transaction_is_told_to_stop_in_time_when_not
                 told.append(job.cancel_reason)
                 raise
 
-    async with seen(database_url) as run, Proxy(database_url) as proxy, Worker(handlers, quick(proxy.dsn, lease_seconds=6)):
+    # The margin is as large as may be: it is what a machine that stands still at that moment has.
+    lease: dict[str, float] = {"lease_seconds": 12, "renew_seconds": 3, "lease_margin_seconds": 4.5}
+    async with seen(database_url) as run, Proxy(database_url) as proxy, Worker(handlers, quick(proxy.dsn, **lease)):
         id = await run.enqueue("own", max_attempts=1)
         await asyncio.wait_for(is_inside.wait(), 20)
         proxy.go_mute()
@@ -226,14 +227,14 @@ async def test_a_transaction_longer_than_its_lease_is_left_alone_and_commits(dat
     @handlers.job("own")
     async def own(job: Job[object]) -> None:
         async with job.transaction() as tx:
-            for _ in range(17):
+            for _ in range(28):
                 await tx.execute("SELECT pg_sleep(0.2)")
         for _ in range(2):  # the second one began after the commit
             await next_beat()
         to_the_end.append(job.cancel_reason)
 
     async with seen(database_url) as run:
-        settings = quick(database_url, lease_seconds=3, retention_seconds=retention_seconds)
+        settings = quick(database_url, lease_seconds=5, retention_seconds=retention_seconds)
         async with Worker(handlers, settings):
             id = await run.enqueue("own", max_attempts=1)
             await run.said(events.JOB_SUCCEEDED, job_id=id, timeout_seconds=30)

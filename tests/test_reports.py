@@ -132,7 +132,7 @@ async def test_cancel_all_and_retry_all_at_once_never_deadlock(database_url: str
     await connection.close()
 
     async def operator(act: object, order: list[int]) -> None:
-        connection = await database.connect("test")
+        connection = await database.connect("test", statement_timeout_seconds=60)
         try:
             for start in range(0, len(order), 100):
                 await act(connection, database, order[start : start + 100])  # type: ignore[operator]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.slots import Instance, due
+from worker.clock import local_seconds
 from worker.generation import NOTHING, rate_of, wish
 from worker.new_job import new_job
 from worker.store import generating
@@ -35,11 +36,12 @@ async def test_nothing_is_produced_once_a_stop_has_committed_nor_made_up_for_aft
     await instance.age(5)
     await generating.stop(instance.db, instance.database)
     assert (await instance.produce()).outcome == "stopped"
-    await instance.age(30)
+    await instance.age(300)
+    started_at = local_seconds()
     status = await instance.start()
     assert status.state == "STARTED"
     made = await due(instance)
-    assert made.produced in (1, 2)
+    assert 1 <= made.produced <= local_seconds() - started_at + 1
     assert made.skipped == 0
 
 

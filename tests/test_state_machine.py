@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from tests.torture_recorded import PATIENT
 from worker.domain import ClaimedJob, Verdict
 from worker.store import claiming, leasing, pruning, reaping, settling
 from worker.store.connection import Connection, Database, read_moments_as_microseconds
@@ -426,6 +427,7 @@ class Jobs(RuleBasedStateMachine):
             raise AssertionError("it never ends")
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("batch", "deletes"),
     [(10, False), (1, False), (10, True)],
@@ -443,7 +445,7 @@ def test_any_order_of_everything_keeps_the_guarantees(database_url: str, batch: 
 
     OneShape.batch, OneShape.deletes = batch, deletes
     with asyncio.Runner() as runner:
-        Jobs.runner, Jobs.database = runner, Database(database_url, environ={})
+        Jobs.runner, Jobs.database = runner, Database(database_url, environ={}, limits=PATIENT)
         Jobs.connection = runner.run(connect())
         try:
             run_state_machine_as_test(

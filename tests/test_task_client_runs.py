@@ -103,7 +103,7 @@ async def test_run_works_several_at_a_time_until_it_is_cancelled(served: Served,
 
     async with client(served) as tasks:
         run = asyncio.create_task(tasks.run(handler, queue=queue, concurrency=4, lease_seconds=60))
-        await await_for(lambda: not served.ask("SELECT FROM jobs WHERE queue = %s AND state <> 'succeeded'", queue))
+        await await_for(lambda: not served.ask("SELECT FROM jobs WHERE queue = %s AND state <> 'succeeded'", queue), 60)
         run.cancel()
         await asyncio.wait({run})
     assert most == 4
@@ -123,7 +123,7 @@ async def test_run_waits_out_an_absent_server(
     caplog.set_level(logging.WARNING, "worker.tasks")
     os.kill(served.process.pid, signal.SIGSTOP)
     try:
-        async with client(served, timeout_seconds=0.3) as tasks:
+        async with client(served, timeout_seconds=1) as tasks:
             run = asyncio.create_task(tasks.run(handler, concurrency=1))
             await await_for(lambda: "no answer" in caplog.text, 20)
             assert not run.done()

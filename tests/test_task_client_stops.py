@@ -150,7 +150,7 @@ async def test_a_client_that_is_stopped_gives_back_also_at_the_second_try_and_ke
             return answer
 
         monkeypatch.setattr(tasks._calls, "call", busy)
-        running = asyncio.create_task(tasks.run_one(handler, queue=queue, lease_seconds=4))
+        running = asyncio.create_task(tasks.run_one(handler, queue=queue, lease_seconds=9))
         await started.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -73,7 +73,7 @@ async def test_run_job_raises_time_out_and_leaves_by_the_drain(database_url: str
 
     async with seen(database_url) as run:
         with pytest.raises(TimeoutError):
-            await run_job(handlers, "long", None, dsn=database_url, timeout_seconds=0.3)
+            await run_job(handlers, "long", None, dsn=database_url, timeout_seconds=3)
         assert await run.value("SELECT state FROM jobs") == "ready"
         assert await run.value("SELECT attempts FROM jobs") == 0
     assert reasons == ["shutdown"]

@@ -34,9 +34,7 @@ class TlsServer:
         self.directory = directory
         self._programs = programs
         self._user = pwd.getpwnam("nobody" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = 0
 
     def __enter__(self) -> TlsServer:
         for name, subject in (("authority", "/CN=authority"), ("other", "/CN=other")):
@@ -58,6 +56,20 @@ class TlsServer:
         (self.directory / "server.key").chmod(0o600)
         self._run("initdb", "-N", "--no-locale", "-E", "UTF8", "-A", "trust", "-U", "postgres", "-D", data)
         (data / "pg_hba.conf").write_text("local all all trust\nhostssl all all all scram-sha-256\n")
+        with contextlib.closing(wait_for(lambda: self._started(data), 60)) as admin:
+            try:
+                admin.execute("CREATE ROLE me LOGIN PASSWORD 'a-tls:secret'")
+                admin.execute(f"CREATE ROLE odd LOGIN PASSWORD '{ODD_PASSWORD}'")
+            except BaseException:
+                self.__exit__()
+                raise
+        return self
+
+    def _started(self, data: Path) -> psycopg.Connection | None:
+        """The server on a port that is free now; None if somebody else was quicker to take it."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": str(self.port),
@@ -71,13 +83,11 @@ class TlsServer:
             [self._programs / "postgres", "-D", data, *options], stderr=subprocess.DEVNULL, **self._as_user()
         )
         try:
-            with contextlib.closing(wait_for(self._admin, 60)) as admin:
-                admin.execute("CREATE ROLE me LOGIN PASSWORD 'a-tls:secret'")
-                admin.execute(f"CREATE ROLE odd LOGIN PASSWORD '{ODD_PASSWORD}'")
+            answer = wait_for(self._admin, 60)
+            return None if isinstance(answer, int) else answer
         except BaseException:
             self.__exit__()
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         # SIGINT: without waiting for whoever is still connected.
@@ -91,13 +101,11 @@ class TlsServer:
     def file(self, name: str) -> str:
         return str(self.directory / name)
 
-    def _admin(self) -> psycopg.Connection | None:
-        """None while it still starts."""
-        if self._process.poll() is not None:
-            raise RuntimeError("the TLS server did not start")
+    def _admin(self) -> psycopg.Connection | int | None:
+        """None while it still starts, its exit status if it has ended."""
         with contextlib.suppress(psycopg.OperationalError):
             return psycopg.connect(host=str(self.directory), port=self.port, user="postgres", autocommit=True, connect_timeout=5)
-        return None
+        return self._process.poll()
 
     def _openssl(self, arguments: str) -> None:
         subprocess.run(["openssl", *arguments.split()], cwd=self.directory, check=True, capture_output=True)

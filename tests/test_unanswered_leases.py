@@ -121,11 +121,15 @@ async def test_more_who_ask_at_once_than_there_are_connections_wait_for_their_tu
     assert db.execute("SELECT count(*) FROM leases WHERE released_at IS NOT NULL").fetchone()[0] == 60
 
 
-async def test_a_release_that_is_not_answered_is_tried_again_behind_the_block(database_url: str, db: Db) -> None:
+async def test_a_release_that_is_not_answered_is_tried_again_behind_the_block(
+    database_url: str, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Proxy(database_url) as proxy, Leases(proxy.dsn) as leases:
+        monkeypatch.setattr(leases_module, "_RELEASE_SECONDS", 30)
         async with leases.hold("nightly", ttl_seconds=60):
             proxy.cut()
         assert is_free(db, "nightly")
+        monkeypatch.setattr(leases_module, "_RELEASE_SECONDS", 1)
         async with asyncio.timeout(30):
             async with leases.hold("nightly", ttl_seconds=60):
                 proxy.go_mute()

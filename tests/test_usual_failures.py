@@ -82,7 +82,7 @@ def test_no_code_of_the_package_asks_the_wall_clock() -> None:
 
 @pytest.fixture
 async def connection(database_url: str) -> AsyncIterator[Connection]:
-    opened = await Database(database_url, environ={}).connect("test")
+    opened = await Database(database_url, environ={}).connect("test", statement_timeout_seconds=60)
     yield opened
     opened.terminate()
 

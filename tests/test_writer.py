@@ -19,8 +19,12 @@ CREATE FUNCTION refuse() RETURNS bigint LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM nextval('tries');
     RAISE EXCEPTION 'too large for me' USING ERRCODE = '53200';
-END $$
+END $$;
+CREATE TABLE may_go ();
+CREATE FUNCTION wait_to_go() RETURNS void LANGUAGE plpgsql AS $$
+BEGIN WHILE NOT EXISTS (SELECT FROM public.may_go) LOOP PERFORM pg_sleep(0.02); END LOOP; END $$
 """
+WAITS_TO_GO = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
 
 
 async def test_a_statement_that_always_says_the_server_is_in_trouble_holds_up_no_neighbour(
@@ -30,9 +34,13 @@ async def test_a_statement_that_always_says_the_server_is_in_trouble_holds_up_no
     monkeypatch.setattr("worker.writer._CONFLICT_TRIES", 4)
     handlers, all_in = Handlers(), asyncio.Barrier(12)
 
+    @handlers.job("first")
+    async def first(job: Job[object]) -> None:
+        job.effect("SELECT wait_to_go()")
+
     @handlers.job("write")
     async def write(job: Job[int]) -> None:
-        await all_in.wait()  # they finish together, and go to the committer together
+        await all_in.wait()
         job.effect("INSERT INTO applied VALUES ($1, 0)", job.key)
         if job.payload == 7:
             job.effect("INSERT INTO applied VALUES ('guilty', refuse())")
@@ -41,8 +49,16 @@ async def test_a_statement_that_always_says_the_server_is_in_trouble_holds_up_no
 
     async with seen(database_url) as run:
         await run.connection.execute(REFUSE)
-        async with Worker(handlers, quick(database_url, workers=12)):
+        patient = {"query_timeout_seconds": 20, "lease_seconds": 60}
+        async with Worker(handlers, quick(database_url, workers=12, **patient)) as worker:
+            assert worker.parts is not None
+            committer = worker.parts.committer
+            # All are one group, since all have ended while this one is written.
+            await run.enqueue("first")
+            await await_for(lambda: run.value(WAITS_TO_GO))
             ids = [await run.enqueue("write", number, max_attempts=1) for number in range(1, 13)]
+            await await_for(lambda: committer.waiting == 13)
+            await run.connection.execute("INSERT INTO may_go DEFAULT VALUES")
             rows = [await run.ended(id, timeout_seconds=30) for id in ids]
         assert [row["state"] for row in rows] == ["succeeded"] * 6 + ["dead"] + ["succeeded"] * 5
         assert "too large for me" in rows[6]["last_error"]
