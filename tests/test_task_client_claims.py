@@ -93,3 +93,27 @@ async def test_a_client_that_is_stopped_while_nobody_can_be_reached_does_not_ask
         with pytest.raises(asyncio.CancelledError):
             await claiming
     assert asked == 1
+
+
+async def test_what_a_lost_answer_may_have_given_is_asked_for_by_the_next_claim_on_the_same_terms(
+    served: Served, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is out of reach for longer than one claim tries."""
+    id = served.add(queue=queue)
+    monkeypatch.setattr("worker.task_calls.delay_seconds", lambda failures: 0.01)
+    async with client(served) as tasks:
+        call = tasks._calls.call
+
+        async def lose(*of: object, **fields: object) -> Answer:
+            await call(*of, **fields)  # type: ignore[arg-type]
+            raise ConnectionError("the answer is lost")
+
+        monkeypatch.setattr(tasks._calls, "call", lose)
+        with pytest.raises(ConnectionError):
+            await tasks.claim(queue=queue, lease_seconds=60)
+        monkeypatch.setattr(tasks._calls, "call", call)
+        assert await tasks.claim(queue=queue, lease_seconds=30) is None
+        task = await tasks.claim(queue=queue, lease_seconds=60)
+        assert task is not None
+        assert (task.id, task.attempt) == (id, 1)
+        assert await tasks.claim(queue=queue, lease_seconds=60) is None

@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -27,6 +28,7 @@ from worker.store.trouble import ConnectFailed
 LEASE_SECONDS = 30.0
 _MARGIN_SHARE = 0.1
 _CLAIM_TRIES = 5
+_MOST_UNANSWERED = 100
 _ERROR_CHARACTERS = 8_192
 
 
@@ -74,6 +76,10 @@ class _Wish:
     may_be_granted: bool = False
     """An answer to it was lost, which may have been a task."""
 
+    @property
+    def terms(self) -> tuple[object, ...]:
+        return self.queue, self.kinds, self.lease_seconds
+
     def body(self, processor: str) -> dict[str, object]:
         body: dict[str, object] = {"processor": processor, "queue": self.queue, "lease_seconds": self.lease_seconds}
         if self.kinds is not None:
@@ -91,6 +97,7 @@ class TaskCalls:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._calls = HttpCalls(url, bearer=bearer, timeout_seconds=timeout_seconds, connections=connections)
+        self._unanswered: deque[_Wish] = deque(maxlen=_MOST_UNANSWERED)
 
     async def __aenter__(self) -> Self:
         return self
@@ -130,12 +137,13 @@ class TaskCalls:
     ) -> RemoteTask | None:
         """A task, or None when none is due. A lost answer is asked for again: the same task comes.
 
-        Raises ConnectionError after a few tries, ValueError for terms that are refused. Who is cancelled meanwhile holds nothing,
-        if that can be told within `timeout_seconds`.
+        Raises ConnectionError after a few tries, ValueError for terms that are refused; after the former the next claim on the same
+        terms asks for what may have been given. Who is cancelled meanwhile holds nothing, if that can be told within
+        `timeout_seconds`.
         """
         if isinstance(kinds, str):
             raise TypeError("kinds: a list of names is needed, not one text")
-        wish = _Wish(queue, None if kinds is None else tuple(kinds), lease_seconds)
+        wish = self._wish(_Wish(queue, None if kinds is None else tuple(kinds), lease_seconds))
         failures = 0
         while True:
             asking = asyncio.create_task(self._ask(wish), name="claim")
@@ -145,11 +153,21 @@ class TaskCalls:
                 except ConnectionError:
                     failures += 1
                     if failures == _CLAIM_TRIES:
+                        if wish.may_be_granted:
+                            self._unanswered.append(wish)
                         raise
                     await asyncio.sleep(delay_seconds(failures - 1))
             except asyncio.CancelledError:
                 await self._take_back(wish, asking)
                 raise
+
+    def _wish(self, new: _Wish) -> _Wish:
+        """This one, or one on the same terms whose answer was lost."""
+        for wish in self._unanswered:
+            if wish.terms == new.terms:
+                self._unanswered.remove(wish)
+                return wish
+        return new
 
     async def _ask(self, wish: _Wish) -> RemoteTask | None:
         """Claim, once."""
