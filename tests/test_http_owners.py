@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.serving import Served, error_of
+from tests.stopping import LONG_LEASE
 from tests.workplace import POLL_NEVER, Workplace
 
 VERBS = ("heartbeat", "complete", "fail", "release")
@@ -122,7 +123,7 @@ def test_a_release_wakes_an_idle_daemon(workplace: Workplace, serve: Callable[..
     served = serve(workplace.url)
     workplace.ask("INSERT INTO jobs (idempotency_key, kind, payload) VALUES ('mine', 'nap', '{}') RETURNING id")
     task = served.claimed(lease_seconds=60)
-    workplace.daemon(**POLL_NEVER)
+    workplace.daemon(**LONG_LEASE, **POLL_NEVER)
     workplace.wait_until_only_notifications_wake()
     served.tell("release", task)
     workplace.wait_for_state(task["id"], "succeeded")

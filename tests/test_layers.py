@@ -61,7 +61,7 @@ FLOORS: dict[int, set[str]] = {
     },
     # What starts, in what order, what stops it.
     4: {
-        *("embedded", "assembly", "drain", "daemon", "testing", "systemd", "health"),
+        *("embedded", "assembly", "databases", "drain", "daemon", "testing", "systemd", "health"),
         *("cluster", "server_process", "server_programs"),  # the private PostgreSQL
         *("leases", "lease_command", "guardian"),  # named leases for any program
         "generator_process",

@@ -233,7 +233,7 @@ FLOORS = (
     "claimer committer committing demand ending generator group_transaction health hunger job_renewals keeper last_word lease_desk"
     " lease_transport listener lost_claims name_renewals"
     " places pool reaching reaper retention rights stop_signals watch writer",
-    "api assembly bench cluster daemon drain embedded generator_process guardian http_calls lease_http task_calls"
+    "api assembly bench cluster daemon databases drain embedded generator_process guardian http_calls lease_http task_calls"
     " task_client"
     " lease_command leases server_process server_programs systemd testing torture",
     "__main__ cli",

@@ -22,20 +22,19 @@ from worker.builtin import Chaos, builtin_handlers
 from worker.cancellation import is_cancelled
 from worker.claimer import Claimer
 from worker.clock import local_seconds
-from worker.drain import Drain, close_quietly, name_what_is_left, release_behind
+from worker.databases import Databases
+from worker.drain import Drain, name_what_is_left, release_behind
 from worker.handlers import Handlers, Lifespan
 from worker.health import HealthFile
 from worker.lifespans import Lifespans
-from worker.reaching import reach_database
 from worker.rights import RightsThread
 from worker.settings import Settings, load_settings
-from worker.store import schema, waiting
-from worker.store.connection import DATABASE_ERRORS, Database, SessionLimits
+from worker.store import waiting
+from worker.store.connection import DATABASE_ERRORS
 from worker.version import VERSION
 from worker.watch import seen_alive
 
 _BURST_LOOK_SECONDS = 0.2
-_LET_GO_SECONDS = 0.1
 _LEAVE_RESERVE_SECONDS = 0.5
 """Lifespans end so long before the budget of a stop does: whoever hangs there is named, instead of ending the process by force."""
 _STALL_INTERVALS = 1.5
@@ -65,6 +64,7 @@ class Worker:
         self.id = process_id or f"{self.settings.name}-{secrets.token_hex(4)}"
         """Identity of this process: `processes.id`, and the lease owner of its jobs."""
         self.handlers = self._builtin_handlers() if handlers is None else handlers
+        self._databases = Databases(self.settings)
         self._lifespans = Lifespans(self.handlers, self._leave_seconds)
         self.status = 0
         self.has_deaf = False
@@ -79,7 +79,6 @@ class Worker:
         self._on_waiting = on_waiting
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._has_spare_connection = False
         self._ready = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self.parts: Parts | None = None
@@ -88,31 +87,11 @@ class Worker:
         self._grace_until = 0.0
         self._close_until: float | None = None
 
-        of = self.settings
-        self._limits = SessionLimits.of(lease_seconds=of.lease_seconds, query_timeout_seconds=of.query_timeout_seconds)
-        self._database = self._database_of(of.database_url.get_secret_value() if of.database_url else None, "DATABASE_URL")
-        self._listen_database = self._database
-        if of.listen_database_url is not None:
-            self._listen_database = self._database_of(
-                of.listen_database_url.get_secret_value(), "WORKER_LISTEN_DATABASE_URL", pooler=False
-            )
-
     def _builtin_handlers(self) -> Handlers:
         of = self.settings
         # Longer than a renewal interval: where the event loop had to renew, it would miss one.
         chaos = Chaos(crash=of.chaos_crash, latency=of.chaos_latency, stall_seconds=of.renew_seconds * _STALL_INTERVALS)
         return builtin_handlers(of.schema_name, chaos)
-
-    def _database_of(self, dsn: str | None, variable: str, *, pooler: bool | None = None) -> Database:
-        of = self.settings
-        return Database(
-            dsn,
-            schema=of.schema_name,
-            connect_timeout_seconds=of.connect_timeout_seconds,
-            limits=self._limits,
-            pooler=of.pooler == "transaction" if pooler is None else pooler,
-            variable=variable,
-        )
 
     # --- from outside
 
@@ -215,41 +194,12 @@ class Worker:
                 if health is not None:
                     stack.callback(health.remove)
                 async with seen_alive(health, process_id=self.id, version=VERSION):
-                    await self._reach_database()
+                    await self._databases.reach(self._stop, connections_beside=self.connections_beside, on_waiting=self._on_waiting)
                     resources = {} if self.is_stopping else await self._lifespans.enter(stack)
                 if not self.is_stopping:
                     await self._work(resources, health)
         finally:
             self.rights.stop(timeout_seconds=1.0)
-
-    async def _reach_database(self) -> None:
-        """Until the database answers and fits, or a stop is requested: a host that answers nothing must not hold that up."""
-        reaching = asyncio.create_task(
-            reach_database(self._verify_database, wait_seconds=self.settings.connect_wait_seconds, on_waiting=self._on_waiting),
-            name="reach the database",
-        )
-        stopping = asyncio.create_task(self._stop.wait(), name="stop")
-        try:
-            await asyncio.wait({reaching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            reaching.cancel()
-            await asyncio.wait({reaching}, timeout=_LET_GO_SECONDS)
-        if reaching.done() and not reaching.cancelled():
-            reaching.result()
-
-    async def _verify_database(self) -> None:
-        connection = await self._database.connect("start")
-        try:
-            async with asyncio.timeout(self.settings.query_timeout_seconds * 2):
-                await schema.verify(connection, self.settings.schema_name)
-                await waiting.verify_session(connection, self._database)
-                lanes = waiting.LANES if self._listen_database is self._database else waiting.LANES - 1
-                self._has_spare_connection = await waiting.verify_room(
-                    connection, self._database, pool_size=self.settings.pool_size, lanes=lanes, beside=self.connections_beside
-                )
-        finally:
-            await close_quietly(connection, local_seconds() + 1.0)
 
     async def _work(self, resources: dict[Lifespan, object], health: HealthFile | None) -> None:
         """Run the loops until a stop is requested, then drain."""
@@ -259,8 +209,8 @@ class Worker:
             process_id=self.id,
             handlers=self.handlers,
             resources=resources,
-            database=self._database,
-            listen_database=self._listen_database,
+            database=self._databases.main,
+            listen_database=self._databases.listen,
             rights=rights,
             health=health,
             is_stopping=lambda: self.is_stopping,
@@ -271,7 +221,7 @@ class Worker:
         self.parts = parts
         rights.spawn("keeper", lambda: self._guard("keeper", parts.keeper.run()))
         rights.spawn("committer", lambda: self._guard("committer", parts.committer.run()))
-        if self._has_spare_connection:
+        if self._databases.has_spare_connection:
             rights.spawn("second committer", lambda: self._guard("second committer", parts.committer.run_beside()))
         rights.spawn("watch", lambda: self._guard("watch", parts.watch.run()))
         try:
@@ -323,7 +273,7 @@ class Worker:
                 async with parts.connections.acquire(timeout_seconds=self.settings.query_timeout_seconds) as connection:
                     async with asyncio.timeout(self.settings.query_timeout_seconds):
                         work_is_left = await waiting.work_is_left(
-                            connection, self._database, queues=self.settings.queues, kinds=list(self.handlers.kinds)
+                            connection, self._databases.main, queues=self.settings.queues, kinds=list(self.handlers.kinds)
                         )
                 if not work_is_left:
                     self.request_stop("burst is over")
@@ -342,7 +292,7 @@ class Worker:
         drain = Drain(
             parts,
             self.rights,
-            self._database,
+            self._databases.main,
             process_id=self.id,
             grace_until=self._grace_until,
             stopping_seconds=of.lease_margin_seconds + of.query_timeout_seconds,
@@ -361,7 +311,7 @@ class Worker:
         if self.parts is None or self._life is None:
             return
         blocking = asyncio.current_task(self._life.get_loop())
-        await release_behind(self.parts, self._database, process_id=self.id, blocking=blocking)
+        await release_behind(self.parts, self._databases.main, process_id=self.id, blocking=blocking)
 
     def name_what_is_left(self) -> int:
         """Log each job that is left to lease expiry; 75 if there is one, else 0."""
