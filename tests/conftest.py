@@ -72,6 +72,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"PostgreSQL: {server.version} ({server.origin})" if server else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests go first: what is long and begins last is waited for by everybody."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config) -> Server:
     """The server that all tests share; tests change nothing in it beyond their own database and roles."""
