@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.inprocess import nothing, quick, running, seen, until_the_drain
+from tests.inprocess import deaf_until, nothing, quick, running, seen, until_the_drain
 from tests.waiting import until_cancelled
-from worker import (
-    Handlers,
-    Job,
-    Worker,
-)
+from worker import Handlers, Job, Worker, events
+from worker.clock import local_seconds
+from worker.drain import Drain
 
 
 async def test_a_lifespan_is_entered_before_the_first_claim_and_left_after_the_last_attempt(database_url: str) -> None:
@@ -155,15 +153,14 @@ async def test_a_time_out_of_a_lifespans_own_is_raised(database_url: str) -> Non
 
 
 async def test_a_lifespan_that_does_not_end_holds_up_the_stop_no_longer_than_its_budget(database_url: str) -> None:
-    """The drain is quick, and its outcome is written."""
+    """It is named; the drain before it is as it was, and the others are left in order."""
     order: list[str] = []
 
     @contextlib.asynccontextmanager
     async def first() -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            order.append("left")
+        yield
+        await asyncio.sleep(0.001)  # says goodbye to somebody
+        order.append("left")
 
     @contextlib.asynccontextmanager
     async def hanging() -> AsyncIterator[None]:
@@ -178,11 +175,46 @@ async def test_a_lifespan_that_does_not_end_holds_up_the_stop_no_longer_than_its
     other.job("b")(nothing)
     handlers.include(other)
     async with seen(database_url) as run:
-        with pytest.raises(TimeoutError, match="hanging had not ended"):
-            async with Worker(handlers, quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=2)):
-                assert (await run.run("b"))["state"] == "succeeded"
+        async with Worker(handlers, quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=2)) as worker:
+            assert (await run.run("b"))["state"] == "succeeded"
+        assert worker.status == 1
+        [told] = run.log.find(events.INTERNAL_ERROR, where="lifespan")
+        assert "hanging did not end" in str(told["exception"])
         assert await run.value("SELECT count(*) FROM processes") == 0
     assert order == ["cancelled", "left"]
+
+
+async def test_a_lifespan_is_left_in_order_behind_a_drain_that_has_used_up_the_budget(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the handlers have left behind decides how it went."""
+    order: list[str] = []
+
+    async def use_it_up(self: Drain, deadline: float) -> None:
+        await asyncio.sleep(max(deadline - local_seconds(), 0))
+
+    monkeypatch.setattr(Drain, "_finish_writing", use_it_up)
+
+    @contextlib.asynccontextmanager
+    async def client() -> AsyncIterator[None]:
+        yield
+        await asyncio.sleep(0.001)
+        order.append("left")
+
+    handlers, started, leave = Handlers(lifespan=client), asyncio.Event(), asyncio.Event()
+
+    @handlers.job("deaf")
+    async def deaf(job: Job[object]) -> None:
+        started.set()
+        await deaf_until(leave)
+
+    async with seen(database_url) as run:
+        async with Worker(handlers, quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=0.5)) as worker:
+            await run.enqueue("deaf")
+            await started.wait()
+        leave.set()
+        assert (worker.status, order) == (75, ["left"])
+        assert run.log.find(events.INTERNAL_ERROR) == []
 
 
 async def test_a_stop_is_clean_whatever_a_lifespan_that_is_being_entered_makes_of_it(database_url: str) -> None:

@@ -161,6 +161,6 @@ def test_a_lifespan_that_does_not_end_is_named_within_the_budget(workplace: Work
     status, seconds = stopped(daemon)
     assert status == 1
     assert seconds < BUDGET_SECONDS + SLACK_SECONDS
-    assert "lifespan broker had not ended" in daemon.find("internal_error")[0]["exception"]
+    assert "lifespan broker did not end" in daemon.find("internal_error")[0]["exception"]
     assert (workplace.job(running).state, workplace.job(running).attempts) == ("ready", 0)
     assert workplace.value("SELECT count(*) FROM processes") == 0

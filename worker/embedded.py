@@ -35,6 +35,7 @@ from worker.version import VERSION
 from worker.watch import seen_alive
 
 _BURST_LOOK_SECONDS = 0.2
+_BEAT_SECONDS = 5.0
 _LEAVE_RESERVE_SECONDS = 0.5
 """Lifespans end so long before the budget of a stop does: whoever hangs there is named, instead of ending the process by force."""
 _STALL_INTERVALS = 1.5
@@ -65,7 +66,7 @@ class Worker:
         """Identity of this process: `processes.id`, and the lease owner of its jobs."""
         self.handlers = self._builtin_handlers() if handlers is None else handlers
         self._databases = Databases(self.settings)
-        self._lifespans = Lifespans(self.handlers, self._leave_seconds)
+        self._lifespans = Lifespans(self.handlers, self._leave_seconds, self._note_hang)
         self.status = 0
         self.has_deaf = False
         """Some handler did not end: its task or thread outlives the drain."""
@@ -177,10 +178,25 @@ class Worker:
         """What a stop may take after the grace: one budget for everything."""
         return self.settings.lease_margin_seconds + 2 * self.settings.query_timeout_seconds
 
-    def _leave_seconds(self) -> float:
-        """What the lifespans may take to end: what is left of a stop."""
+    @property
+    def stop_left_seconds(self) -> float:
+        """What is left of the grace and the budget of a stop; the budget if none was asked for."""
         grace_seconds = self._grace_until - local_seconds() if self._stop.is_set() else 0
-        return grace_seconds + self.budget_seconds - _LEAVE_RESERVE_SECONDS
+        return grace_seconds + self.budget_seconds
+
+    def _leave_seconds(self) -> float:
+        return self.stop_left_seconds - _LEAVE_RESERVE_SECONDS
+
+    def _note_hang(self, error: TimeoutError) -> None:
+        logs.emit(events.INTERNAL_ERROR, where="lifespan", exception=error)
+        self.status = self.status or 1
+
+    async def _beat(self) -> None:
+        """While lifespans end: that has a limit of its own, which may be long."""
+        while True:
+            self._on_beat()
+            self._on_alive()
+            await asyncio.sleep(_BEAT_SECONDS)
 
     # --- the life of a process
 
@@ -188,6 +204,7 @@ class Worker:
         self.rights.start()
         if self.settings.chaos_crash or self.settings.chaos_latency:
             logs.emit(events.CHAOS_ENABLED, crash=self.settings.chaos_crash, latency=self.settings.chaos_latency)
+        beating: asyncio.Task[None] | None = None
         try:
             async with contextlib.AsyncExitStack() as stack:
                 health = None if self._make_health_file is None else self._make_health_file(self.id)
@@ -198,7 +215,10 @@ class Worker:
                     resources = {} if self.is_stopping else await self._lifespans.enter(stack)
                 if not self.is_stopping:
                     await self._work(resources, health)
+                beating = asyncio.create_task(self._beat(), name="last beats")
         finally:
+            if beating is not None:
+                beating.cancel()
             self.rights.stop(timeout_seconds=1.0)
 
     async def _work(self, resources: dict[Lifespan, object], health: HealthFile | None) -> None:

@@ -8,21 +8,25 @@ from collections.abc import AsyncIterator, Callable
 
 from worker.handlers import Handlers, Lifespan
 
+LEAVE_AT_LEAST_SECONDS = 0.1
+
 
 class Lifespans:
-    """Those of one process, each entered once. `leave_seconds()`, asked when one is left, tells how long that may take."""
+    """Those of one process, each entered once.
 
-    def __init__(self, handlers: Handlers, leave_seconds: Callable[[], float]) -> None:
+    `leave_seconds()`, asked when one is left, tells how long that may take; at least LEAVE_AT_LEAST_SECONDS, whatever went before.
+    `on_hang` hears of one that had to be cancelled then.
+    """
+
+    def __init__(self, handlers: Handlers, leave_seconds: Callable[[], float], on_hang: Callable[[TimeoutError], None]) -> None:
         self._handlers = handlers
         self._leave_seconds = leave_seconds
+        self._on_hang = on_hang
         self._entering: asyncio.Timeout | None = None
         self._is_stopped = False
 
     async def enter(self, stack: contextlib.AsyncExitStack) -> dict[Lifespan, object]:
-        """Enter them, to be left with `stack`, and return what they gave; after `stop` perhaps not all.
-
-        Raises what they raise; leaving `stack` raises TimeoutError if one of them had to be cancelled.
-        """
+        """Enter them, to be left with `stack`, and return what they gave; after `stop` perhaps not all. Raises what they raise."""
         resources: dict[Lifespan, object] = {}
         try:
             # In this task, which leaves them too: what they open may belong to it.
@@ -46,16 +50,21 @@ class Lifespans:
 
     @contextlib.asynccontextmanager
     async def _bounded(self, lifespan: Lifespan) -> AsyncIterator[object]:
-        limit_seconds = 0.0
+        limit_seconds, failure = 0.0, None
         try:
             async with asyncio.timeout(None) as leaving, lifespan() as resource:
                 try:
                     yield resource
+                except BaseException as error:
+                    failure = error
+                    raise
                 finally:
-                    limit_seconds = max(self._leave_seconds(), 0.0)
+                    limit_seconds = max(self._leave_seconds(), LEAVE_AT_LEAST_SECONDS)
                     leaving.reschedule(asyncio.get_running_loop().time() + limit_seconds)
-        except TimeoutError as error:
+        except TimeoutError:
             if not leaving.expired():
                 raise
             name = getattr(lifespan, "__qualname__", repr(lifespan))
-            raise TimeoutError(f"lifespan {name} had not ended {limit_seconds:.1f} s after the last attempt") from error
+            self._on_hang(TimeoutError(f"lifespan {name} did not end within {limit_seconds:.1f} s"))
+            if failure is not None:
+                raise failure from None
