@@ -12,7 +12,7 @@ import pytest
 from tests.connecting import connected, database
 from tests.servers import Server, execute, with_database
 from tests.waiting import await_for
-from worker.store.connection import ConnectFailed, is_unavailable
+from worker.store.connection import ConnectFailed, Connection, is_unavailable
 from worker.store.shared_pool import ping
 
 CONNECTIONS = """
@@ -71,6 +71,24 @@ async def test_a_connection_to_a_server_that_takes_no_writes_any_more_is_not_han
     async with pool.acquire(timeout_seconds=20) as one, pool.acquire(timeout_seconds=20) as other:
         await ping(one)
         await ping(other)
+    await pool.close(1)
+
+
+async def test_a_connection_that_dies_while_it_is_asked_costs_its_borrower_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reset by a network that has forgotten it: then the pool's loan is void, too."""
+
+    async def die(connection: Connection) -> None:
+        await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    pool = database(server.dsn).pool(2)
+    async with pool.acquire(timeout_seconds=20) as one, pool.acquire(timeout_seconds=20) as other:
+        pids = {one.get_server_pid(), other.get_server_pid()}
+    pool.doubt()
+    monkeypatch.setattr("worker.store.shared_pool.ping", die)
+    async with pool.acquire(timeout_seconds=20) as one, pool.acquire(timeout_seconds=20) as other:
+        assert pids.isdisjoint({one.get_server_pid(), other.get_server_pid()})
     await pool.close(1)
 
 

@@ -101,30 +101,30 @@ class Pool:
                 raise TimeoutError(what) from None
             is_fit = False
             try:
-                is_fit = await self._is_fit(connection, until - local_seconds())
+                is_fit = await self._is_fit(connection)
                 if is_fit:
                     return connection
             finally:
                 if not is_fit:
                     # Not `expire_connections`: that says goodbye in the background, without a limit, to a server that may be gone.
-                    connection.terminate()
-                    await self._pool.release(connection)
+                    with contextlib.suppress(*DATABASE_ERRORS):  # the loan is void if the session has ended by itself
+                        connection.terminate()
+                        await self._pool.release(connection)
 
-    async def _is_fit(self, connection: Any, left_seconds: float) -> bool:
+    async def _is_fit(self, connection: Any) -> bool:
         """Whether it may be handed on. One that fails the proof takes all with it that were open by then."""
         if connection.opened_at < self._stale_before:
             return False
         if connection.proven_at >= self._doubted_at:
             return True
-        asked_at = local_seconds()
+        asked_at, prove = local_seconds(), connection.prove  # of the session, which may take the loan with it as it ends
         try:
-            async with asyncio.timeout(min(max(left_seconds, 0), _PROOF_SECONDS)):
+            async with asyncio.timeout(_PROOF_SECONDS):
                 await ping(connection)
-        except DATABASE_ERRORS as error:
-            if not isinstance(error, TimeoutError) or left_seconds >= _PROOF_SECONDS:
-                self._stale_before = asked_at
+        except DATABASE_ERRORS:
+            self._stale_before = asked_at
             return False
-        connection.prove(asked_at)
+        prove(asked_at)
         return True
 
     async def _connect(self, *_arguments: object, **_keywords: object) -> Connection:
