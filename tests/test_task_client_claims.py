@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 
 from tests.serving import Served
 from tests.task_clients import client
 from tests.waiting import await_for
+from worker import TaskClient
 from worker.http_calls import Answer
 from worker.store.trouble import ConnectFailed
 
@@ -95,25 +98,67 @@ async def test_a_client_that_is_stopped_while_nobody_can_be_reached_does_not_ask
     assert asked == 1
 
 
+@pytest.mark.parametrize("ends", ["after its tries", "by a time-out of its caller's", "by a refusal of somebody in between"])
 async def test_what_a_lost_answer_may_have_given_is_asked_for_by_the_next_claim_on_the_same_terms(
-    served: Served, queue: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, queue: str, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    """The server is out of reach for longer than one claim tries."""
+    """The server is out of reach for longer than one claim asks."""
     id = served.add(queue=queue)
     monkeypatch.setattr("worker.task_calls.delay_seconds", lambda failures: 0.01)
     async with client(served) as tasks:
-        call = tasks._calls.call
-
-        async def lose(*of: object, **fields: object) -> Answer:
-            await call(*of, **fields)  # type: ignore[arg-type]
-            raise ConnectionError("the answer is lost")
-
-        monkeypatch.setattr(tasks._calls, "call", lose)
-        with pytest.raises(ConnectionError):
-            await tasks.claim(queue=queue, lease_seconds=60)
-        monkeypatch.setattr(tasks._calls, "call", call)
+        with losing_answers(tasks, monkeypatch, then_forbidden="refusal" in ends):
+            match ends:
+                case "after its tries":
+                    with pytest.raises(ConnectionError):
+                        await tasks.claim(queue=queue, lease_seconds=60)
+                case "by a time-out of its caller's":
+                    monkeypatch.setattr("worker.task_calls._CLAIM_TRIES", 1_000_000)
+                    monkeypatch.setattr(tasks._calls, "timeout_seconds", 0.1)
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(1):
+                            await tasks.claim(queue=queue, lease_seconds=60)
+                case _:
+                    with pytest.raises(ValueError, match="forbidden"):
+                        await tasks.claim(queue=queue, lease_seconds=60)
+        assert served.job(id).state == "running"
         assert await tasks.claim(queue=queue, lease_seconds=30) is None
         task = await tasks.claim(queue=queue, lease_seconds=60)
         assert task is not None
         assert (task.id, task.attempt) == (id, 1)
         assert await tasks.claim(queue=queue, lease_seconds=60) is None
+
+
+async def test_a_task_whose_answer_was_lost_so_long_ago_that_its_lease_is_not_trusted_goes_back(
+    served: Served, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No handler is to start on it; the next in the queue comes, this one as a rule, with its attempt refunded."""
+    id = served.add(queue=queue)
+    monkeypatch.setattr("worker.task_calls.delay_seconds", lambda failures: 0.01)
+    async with client(served) as tasks:
+        with losing_answers(tasks, monkeypatch), pytest.raises(ConnectionError):
+            await tasks.claim(queue=queue, lease_seconds=600)
+        lost = served.job(id).fence
+        served.db.execute("UPDATE jobs SET lease_until = clock_timestamp() + interval '10 seconds' WHERE id = %s", (id,))
+        task = await tasks.claim(queue=queue, lease_seconds=600)
+        assert task is not None
+        assert (task.id, task.attempt) == (id, 1)
+        assert task.fence > lost
+        assert task.remaining_seconds() > 60
+
+
+@contextlib.contextmanager
+def losing_answers(tasks: TaskClient, monkeypatch: pytest.MonkeyPatch, *, then_forbidden: bool = False) -> Iterator[None]:
+    """What is asked is done, and no answer arrives; the second one comes from somebody in between."""
+    call, asked = tasks._calls.call, 0
+
+    async def lose(*of: object, **fields: object) -> Answer:
+        nonlocal asked
+        asked += 1
+        if then_forbidden and asked > 1:
+            return Answer(403, {"message": "forbidden"})
+        await call(*of, **fields)  # type: ignore[arg-type]
+        raise ConnectionError("the answer is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks._calls, "call", lose)
+        yield

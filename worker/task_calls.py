@@ -29,6 +29,7 @@ LEASE_SECONDS = 30.0
 _MARGIN_SHARE = 0.1
 _CLAIM_TRIES = 5
 _MOST_UNANSWERED = 100
+_UNTOLD = (LeaseLost, ConfigError, ConnectionError, TimeoutError, ValueError)
 _ERROR_CHARACTERS = 8_192
 
 
@@ -79,6 +80,10 @@ class _Wish:
     @property
     def terms(self) -> tuple[object, ...]:
         return self.queue, self.kinds, self.lease_seconds
+
+    def anew(self) -> _Wish:
+        """The same under a new name."""
+        return _Wish(self.queue, self.kinds, self.lease_seconds)
 
     def body(self, processor: str) -> dict[str, object]:
         body: dict[str, object] = {"processor": processor, "queue": self.queue, "lease_seconds": self.lease_seconds}
@@ -144,6 +149,21 @@ class TaskCalls:
         if isinstance(kinds, str):
             raise TypeError("kinds: a list of names is needed, not one text")
         wish = self._wish(_Wish(queue, None if kinds is None else tuple(kinds), lease_seconds))
+        try:
+            task = await self._claim(wish)
+            if task is not None and task.remaining_seconds() <= 0:  # its answer was lost long ago
+                with contextlib.suppress(*_UNTOLD):
+                    async with asyncio.timeout(self._calls.timeout_seconds):
+                        await self._give_back(task)
+                wish = wish.anew()
+                task = await self._claim(wish)
+            return task
+        except BaseException:
+            if wish.may_be_granted:
+                self._unanswered.append(wish)
+            raise
+
+    async def _claim(self, wish: _Wish) -> RemoteTask | None:
         failures = 0
         while True:
             asking = asyncio.create_task(self._ask(wish), name="claim")
@@ -153,8 +173,6 @@ class TaskCalls:
                 except ConnectionError:
                     failures += 1
                     if failures == _CLAIM_TRIES:
-                        if wish.may_be_granted:
-                            self._unanswered.append(wish)
                         raise
                     await asyncio.sleep(delay_seconds(failures - 1))
             except asyncio.CancelledError:
@@ -187,7 +205,7 @@ class TaskCalls:
         """The caller is cancelled: await what it has asked for, again and again while an answer may have been lost, and give back
         what comes. Limited, and silent when that does not succeed."""
         failures = 0
-        with contextlib.suppress(LeaseLost, ConfigError, ConnectionError, TimeoutError, ValueError):
+        with contextlib.suppress(*_UNTOLD):
             async with asyncio.timeout(self._calls.timeout_seconds):
                 while True:
                     try:
@@ -201,6 +219,7 @@ class TaskCalls:
                         asking = self._ask(wish)
                 if task is not None:
                     await self._give_back(task)
+                wish.may_be_granted = False
 
     async def _give_back(self, task: RemoteTask) -> None:
         """Release, again and again until there is an answer: the limit is the caller's."""
