@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable
 
 import httpx
+import pytest
 from psycopg import sql
 
+from tests.inprocess import quick
 from tests.roles import role, url_as
 from tests.servers import Server
 from tests.serving import TOKEN, Served
-from tests.waiting import wait_for
+from tests.waiting import await_for, wait_for
 from tests.workplace import Workplace
-from worker.api.state import LANES
+from worker import Handlers, Worker
+from worker.api.hosting import Hosting
+from worker.api.state import LANES, Api
 from worker.store.waiting import LANES as DAEMON_LANES
 
 PATIENT = {"WORKER_LEASE_SECONDS": "60", "WORKER_CLAIM_TIMEOUT_SECONDS": "15", "WORKER_QUERY_TIMEOUT_SECONDS": "15"}
@@ -159,3 +165,24 @@ def refused(served: Served) -> bool:
         return served.http.get("/readyz").status_code == 503
     except httpx.TransportError:
         return True
+
+
+async def test_a_server_that_does_not_end_holds_up_its_daemon_within_the_budget_only(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then nobody else ends the process."""
+    is_free = threading.Event()
+
+    async def hang(api: Api, limit_seconds: float) -> bool:
+        await await_for(is_free.is_set, 120)
+        return True
+
+    monkeypatch.setattr(Api, "finish", hang)
+    monkeypatch.setattr("worker.api.hosting._JOIN_SECONDS", 90)
+    worker = Worker(Handlers(), quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=0.5))
+    with Hosting(worker.settings, host="127.0.0.1", port=0).beside(worker):
+        worker.request_stop("test")
+        began = time.monotonic()
+    assert time.monotonic() - began < 60
+    is_free.set()
+    await await_for(lambda: "http" not in {thread.name for thread in threading.enumerate()})

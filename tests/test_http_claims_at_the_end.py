@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import psycopg
 import pytest
@@ -21,6 +22,7 @@ from worker.api.hosts import NoPool
 from worker.api.problems import Problem
 from worker.api.state import Api, make_api
 from worker.settings import load_settings
+from worker.store.connection import ConnectFailed, Connection, Database
 
 PATIENT = {"WORKER_LEASE_SECONDS": "600", "WORKER_CLAIM_TIMEOUT_SECONDS": "30", "WORKER_QUERY_TIMEOUT_SECONDS": "30"}
 HOLD_UP = """
@@ -115,20 +117,34 @@ async def test_a_claim_without_an_answer_is_given_up_at_the_end_and_goes_back_on
             # Another session looks whether it is over.
             await await_for(lambda: {pid for (pid,) in db.execute(CLAIMING).fetchall()} - {first})
             db.execute(LET_GO)
-            await ending
+            assert await ending
             assert db.execute(JOBS).fetchall() == [("ready", 0)]
         assert said(log) == ["job_released"]
 
 
-async def test_a_claim_whose_answer_was_lost_before_the_end_goes_back(database_url: str) -> None:
+@pytest.mark.parametrize("refusals", [0, 3], ids=["", "in the middle of a failover"])
+async def test_a_claim_whose_answer_was_lost_before_the_end_goes_back(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
     """Nobody has asked for anything since."""
+    connect, refused = Database.connect, 0
+
+    async def refuse_at_first(self: Database, role: str, **more: Any) -> Connection:
+        nonlocal refused
+        refused += 1
+        if refused <= refusals:
+            raise ConnectFailed("not now", sqlstate="57P03", refused=False)
+        return await connect(self, role, **more)
+
     with listening() as log:
         async with claiming(database_url, WORKER_CLAIM_TIMEOUT_SECONDS="0.5") as (api, db, claim):
             with pytest.raises(Problem):
                 await claim
             db.execute(LET_GO)
             await await_for(lambda: db.execute(JOBS).fetchall() == [("running", 1)])
-            await api.finish(60)
+            monkeypatch.setattr(Database, "connect", refuse_at_first)
+            assert await api.finish(60)
+            assert refused > refusals
             assert db.execute(JOBS).fetchall() == [("ready", 0)]
         assert said(log) == ["job_released"]
 
@@ -136,7 +152,7 @@ async def test_a_claim_whose_answer_was_lost_before_the_end_goes_back(database_u
 async def test_a_claim_that_may_still_commit_after_the_end_is_named(database_url: str) -> None:
     with listening() as log:
         async with claiming(database_url) as (api, db, _):
-            await asyncio.wait_for(api.finish(0.5), 20)
+            assert not await asyncio.wait_for(api.finish(0.5), 20)
             [failed] = log.find(events.CLAIM_FAILED)
             assert "left to lease expiry" in failed["error"]
             db.execute(LET_GO)

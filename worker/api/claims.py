@@ -128,9 +128,9 @@ class Claims:
         self._loop = asyncio.current_task()
         await self._coalescer.run()
 
-    async def finish(self, limit_seconds: float) -> None:
+    async def finish(self, limit_seconds: float) -> bool:
         """Nothing more is asked for, and nothing more is claimed: what claims without an answer have taken goes back. The one in
-        flight has half of the limit to end. What cannot go back within the limit expires, and is named."""
+        flight has half of the limit to end. What cannot go back within the limit expires, and is named; returns whether all did."""
         until = local_seconds() + limit_seconds
         try:
             with contextlib.suppress(TimeoutError):
@@ -141,11 +141,16 @@ class Claims:
                     self._loop.cancel()  # a claim that has no answer by now counts as lost
                     await asyncio.wait({self._loop})
                 while self._lost.may_hold_tasks:
-                    await self._ready_connection()
+                    try:
+                        await self._ready_connection()
+                    except DATABASE_ERRORS:  # a failover may be under way
+                        self._lane.drop()
                     await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         except DATABASE_ERRORS as error:
             said = "a claim without an answer may still take tasks, which are then left to lease expiry"
             logs.emit(events.CLAIM_FAILED, error=said, error_type=type(error).__name__)
+            return False
+        return True
 
     async def _serve(self, members: Sequence[Member]) -> None:
         async with self._turn:

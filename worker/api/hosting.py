@@ -31,7 +31,7 @@ _END_SECONDS = 0.3
 _FINISH_SECONDS = 2.0
 """For what goes back then; as a rule there is nothing."""
 _JOIN_SECONDS = 3.0
-"""For both, and for closing the connections."""
+"""For both, and for closing the connections: as far as the budget of the stop reaches."""
 
 
 class Hosting:
@@ -53,7 +53,7 @@ class Hosting:
             yield
         finally:
             over.set()
-            ending.join_loop(thread, _JOIN_SECONDS)
+            ending.join_loop(thread, max(min(_JOIN_SECONDS, worker.stop_left_seconds), _END_SECONDS))
 
     def _turn(self, worker: Worker, over: threading.Event) -> None:
         try:

@@ -95,10 +95,13 @@ class Outcomes:
                     return
             await asyncio.sleep(pause_seconds)
 
-    async def finish(self, limit_seconds: float) -> None:
-        """Nothing more is asked for: give back what is on its way back, within the limit. The rest expires."""
-        if self._returning:
-            await asyncio.wait(self._returning, timeout=limit_seconds)
+    async def finish(self, limit_seconds: float) -> bool:
+        """Nothing more is asked for: give back what is on its way back, within the limit. The rest expires; returns whether there
+        is none."""
+        if not self._returning:
+            return True
+        _, pending = await asyncio.wait(self._returning, timeout=limit_seconds)
+        return not pending
 
     async def _write_all(self, members: Sequence[Member]) -> None:
         """Write these; a group that is refused is halved until the one at fault is alone. Raises when the database is away."""

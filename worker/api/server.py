@@ -18,6 +18,7 @@ from worker.api.hosts import NoPool
 from worker.api.listening import Server, bind
 from worker.api.state import LANES, Api, make_api
 from worker.clock import local_seconds
+from worker.drain import LEFT_TO_EXPIRY
 from worker.reaching import apply_schema, reach_database
 from worker.settings import Settings, unknown_settings
 from worker.stop_signals import LoopSignals, Stopped
@@ -31,7 +32,7 @@ _END_SECONDS = 2.0
 
 
 def run(settings: Settings, *, host: str, port: int, migrate: bool = False) -> int:
-    """The server until it has stopped; `migrate` applies the schema first. Returns the exit status: 0, 1, 69, 78."""
+    """The server until it has stopped; `migrate` applies the schema first. Returns the exit status: 0, 1, 69, 75, 78."""
     started_at = local_seconds()
     signals = LoopSignals()
     name = f"{settings.name}-{secrets.token_hex(4)}"
@@ -44,7 +45,7 @@ def run(settings: Settings, *, host: str, port: int, migrate: bool = False) -> i
         sockets = bind(host, port, tokens)
         process = _Process(make_api(settings, tokens, NoPool()), sockets, migrate=migrate)
         runner.run(process.live(signals))
-        status = 0
+        status = process.status
     except Stopped:
         status = 0
     except Exception as error:
@@ -67,6 +68,7 @@ class _Process:
         self._notifier = Notifier()
         self._stop = asyncio.Event()
         self._trouble: Exception | None = None
+        self.status = 0
 
     async def live(self, signals: LoopSignals) -> None:
         asyncio.get_running_loop().set_exception_handler(logs.loop_exception_handler)
@@ -83,7 +85,8 @@ class _Process:
                 await asyncio.wait({listening, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 self._server.should_exit = True
                 await listening
-                await self._api.finish(_SPARE_SECONDS)
+                if not await self._api.finish(_SPARE_SECONDS):
+                    self.status = LEFT_TO_EXPIRY
             finally:
                 for helper in (stopping, *helpers):
                     helper.cancel()
@@ -97,7 +100,7 @@ class _Process:
         logs.emit(
             events.SHUTDOWN_STARTED, reason="signal", running=len(self._server.server_state.tasks), grace_seconds=grace_seconds
         )
-        self._notifier.stopping(grace_seconds + _SPARE_SECONDS)
+        self._notifier.stopping(grace_seconds + _SPARE_SECONDS + _END_SECONDS)
         assert isinstance(self._api.host, NoPool)
         self._api.host.is_stopping = True
         self._stop.set()

@@ -81,11 +81,12 @@ class Api:
             group.create_task(self.heartbeats.run(), name="http heartbeats")
             group.create_task(self.name_beats.run(), name="http names")
 
-    async def finish(self, limit_seconds: float) -> None:
-        """Nothing more is asked for: what nobody has taken goes back, within the limit. The rest expires."""
+    async def finish(self, limit_seconds: float) -> bool:
+        """Nothing more is asked for: what nobody has taken goes back, within the limit. The rest expires; returns whether there is
+        none."""
         until = local_seconds() + limit_seconds
-        await self.claims.finish(limit_seconds)
-        await self.outcomes.finish(max(until - local_seconds(), 0))
+        claims_are_over = await self.claims.finish(limit_seconds)
+        return await self.outcomes.finish(max(until - local_seconds(), 0)) and claims_are_over
 
     async def close(self) -> None:
         """Close the connections, in peace if that is quick."""
