@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.inprocess import deaf_until, nothing, quick, running, seen, until_the_drain
+from tests.inprocess import deaf_until, listening, nothing, quick, running, seen, until_the_drain
 from tests.waiting import until_cancelled
 from worker import Handlers, Job, Worker, events
 from worker.clock import local_seconds
@@ -215,6 +215,44 @@ async def test_a_lifespan_is_left_in_order_behind_a_drain_that_has_used_up_the_b
         leave.set()
         assert (worker.status, order) == (75, ["left"])
         assert run.log.find(events.INTERNAL_ERROR) == []
+
+
+async def test_a_lifespan_that_swallows_the_end_of_its_time_is_named_as_well(database_url: str) -> None:
+    @contextlib.asynccontextmanager
+    async def swallowing() -> AsyncIterator[None]:
+        yield
+        with contextlib.suppress(asyncio.CancelledError):
+            await until_cancelled()
+
+    handlers = Handlers(lifespan=swallowing)
+    handlers.job("a")(nothing)
+    with listening() as log:
+        async with Worker(handlers, quick(database_url, shutdown_grace_seconds=0, query_timeout_seconds=0.5)) as worker:
+            pass
+    assert worker.status == 1
+    [told] = log.find(events.INTERNAL_ERROR, where="lifespan")
+    assert "swallowing did not end" in str(told["exception"])
+
+
+async def test_a_second_request_to_stop_takes_the_grace_from_a_lifespan_that_is_ending(database_url: str) -> None:
+    ending = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def slow() -> AsyncIterator[None]:
+        yield
+        ending.set()
+        await until_cancelled(600)
+
+    handlers = Handlers(lifespan=slow)
+    handlers.job("a")(nothing)
+    worker = Worker(handlers, quick(database_url, shutdown_grace_seconds=600, query_timeout_seconds=0.5))
+    await worker.start()
+    worker.request_stop("signal")
+    async with asyncio.timeout(60):
+        await ending.wait()
+        worker.request_stop("signal")
+        await worker.wait_stopped()
+    assert worker.status == 1
 
 
 async def test_a_stop_is_clean_whatever_a_lifespan_that_is_being_entered_makes_of_it(database_url: str) -> None:

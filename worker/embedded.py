@@ -82,6 +82,7 @@ class Worker:
         self._hurry = asyncio.Event()
         self._ready = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
+        self._beats: asyncio.Task[None] | None = None
         self.parts: Parts | None = None
         self._starts_nothing = False
         self._stop_reason = ""
@@ -151,6 +152,7 @@ class Worker:
     def _skip_grace(self) -> None:
         self._grace_until = min(self._grace_until, local_seconds())
         self._hurry.set()
+        self._lifespans.hurry()
 
     def request_stop_soon(self, reason: str, since: float) -> None:
         """`request_stop` from any thread. From now on no handler starts, even if one that blocks the loop holds up the rest."""
@@ -191,12 +193,18 @@ class Worker:
         logs.emit(events.INTERNAL_ERROR, where="lifespan", exception=error)
         self.status = self.status or 1
 
-    async def _beat(self) -> None:
+    async def _beat(self, health: HealthFile | None) -> None:
         """While lifespans end: that has a limit of its own, which may be long."""
-        while True:
-            self._on_beat()
-            self._on_alive()
-            await asyncio.sleep(_BEAT_SECONDS)
+        async with seen_alive(health, process_id=self.id, version=VERSION):
+            while True:
+                self._on_beat()
+                self._on_alive()
+                await asyncio.sleep(_BEAT_SECONDS)
+
+    async def _end_beats(self) -> None:
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.wait({self._beats})
 
     # --- the life of a process
 
@@ -204,21 +212,19 @@ class Worker:
         self.rights.start()
         if self.settings.chaos_crash or self.settings.chaos_latency:
             logs.emit(events.CHAOS_ENABLED, crash=self.settings.chaos_crash, latency=self.settings.chaos_latency)
-        beating: asyncio.Task[None] | None = None
         try:
             async with contextlib.AsyncExitStack() as stack:
                 health = None if self._make_health_file is None else self._make_health_file(self.id)
                 if health is not None:
                     stack.callback(health.remove)
+                stack.push_async_callback(self._end_beats)
                 async with seen_alive(health, process_id=self.id, version=VERSION):
                     await self._databases.reach(self._stop, connections_beside=self.connections_beside, on_waiting=self._on_waiting)
                     resources = {} if self.is_stopping else await self._lifespans.enter(stack)
                 if not self.is_stopping:
                     await self._work(resources, health)
-                beating = asyncio.create_task(self._beat(), name="last beats")
+                self._beats = asyncio.create_task(self._beat(health), name="last beats")
         finally:
-            if beating is not None:
-                beating.cancel()
             self.rights.stop(timeout_seconds=1.0)
 
     async def _work(self, resources: dict[Lifespan, object], health: HealthFile | None) -> None:

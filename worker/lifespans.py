@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from worker.clock import local_seconds
 from worker.handlers import Handlers, Lifespan
 
 LEAVE_AT_LEAST_SECONDS = 0.1
@@ -23,6 +24,7 @@ class Lifespans:
         self._leave_seconds = leave_seconds
         self._on_hang = on_hang
         self._entering: asyncio.Timeout | None = None
+        self._leaving: asyncio.Timeout | None = None
         self._is_stopped = False
 
     async def enter(self, stack: contextlib.AsyncExitStack) -> dict[Lifespan, object]:
@@ -48,23 +50,37 @@ class Lifespans:
         if self._entering is not None:
             self._entering.reschedule(asyncio.get_running_loop().time())
 
+    def hurry(self) -> None:
+        """There is less time to end than there was."""
+        if self._leaving is not None and not self._leaving.expired():
+            self._limit_leaving()
+
+    def _limit_leaving(self) -> None:
+        assert self._leaving is not None
+        limit_seconds = max(self._leave_seconds(), LEAVE_AT_LEAST_SECONDS)
+        self._leaving.reschedule(asyncio.get_running_loop().time() + limit_seconds)
+
     @contextlib.asynccontextmanager
     async def _bounded(self, lifespan: Lifespan) -> AsyncIterator[object]:
-        limit_seconds, failure = 0.0, None
+        since, failure = 0.0, None
+        leaving = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as leaving, lifespan() as resource:
+            async with leaving, lifespan() as resource:
                 try:
                     yield resource
                 except BaseException as error:
                     failure = error
                     raise
                 finally:
-                    limit_seconds = max(self._leave_seconds(), LEAVE_AT_LEAST_SECONDS)
-                    leaving.reschedule(asyncio.get_running_loop().time() + limit_seconds)
+                    since, self._leaving = local_seconds(), leaving
+                    self._limit_leaving()
         except TimeoutError:
             if not leaving.expired():
                 raise
-            name = getattr(lifespan, "__qualname__", repr(lifespan))
-            self._on_hang(TimeoutError(f"lifespan {name} did not end within {limit_seconds:.1f} s"))
             if failure is not None:
-                raise failure from None
+                raise failure from failure.__cause__
+        finally:
+            self._leaving = None
+            if leaving.expired():
+                name = getattr(lifespan, "__qualname__", repr(lifespan))
+                self._on_hang(TimeoutError(f"lifespan {name} did not end within {local_seconds() - since:.1f} s"))
