@@ -146,6 +146,34 @@ async def test_a_task_whose_answer_was_lost_so_long_ago_that_its_lease_is_not_tr
         assert task.remaining_seconds() > 60
 
 
+async def test_a_task_whose_release_has_no_answer_is_not_asked_for_again(
+    served: Served, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be somebody else's by then."""
+    served.add(queue=queue)
+    async with client(served, timeout_seconds=1) as tasks:
+        call, asked = tasks._calls.call, []
+
+        async def lose(method: str, path: str, *more: object, **fields: object) -> Answer:
+            asked.append(path)
+            if path.endswith("/release"):
+                raise ConnectionError("the answer is lost, and what was asked comes later")
+            answer = await call(method, path, *more, **fields)  # type: ignore[arg-type]
+            if len(asked) == 1:
+                raise ConnectionError("the answer is lost")
+            return answer
+
+        monkeypatch.setattr("worker.task_calls.delay_seconds", lambda failures: 0.01 if claiming.cancelling() else 60)
+        monkeypatch.setattr(tasks._calls, "call", lose)
+        claiming = asyncio.create_task(tasks.claim(queue=queue, lease_seconds=600))
+        await await_for(lambda: asked)
+        claiming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await claiming
+        assert len([path for path in asked if path.endswith("/release")]) > 1
+        assert await tasks.claim(queue=queue, lease_seconds=600) is None
+
+
 @contextlib.contextmanager
 def losing_answers(tasks: TaskClient, monkeypatch: pytest.MonkeyPatch, *, then_forbidden: bool = False) -> Iterator[None]:
     """What is asked is done, and no answer arrives; the second one comes from somebody in between."""

@@ -151,6 +151,7 @@ class TaskCalls:
         wish = self._wish(_Wish(queue, None if kinds is None else tuple(kinds), lease_seconds))
         try:
             task = await self._claim(wish)
+            wish.may_be_granted = False
             if task is not None and task.remaining_seconds() <= 0:  # its answer was lost long ago
                 with contextlib.suppress(*_UNTOLD):
                     async with asyncio.timeout(self._calls.timeout_seconds):
@@ -192,7 +193,7 @@ class TaskCalls:
         sent_at = local_seconds()
         try:
             answer = await self._calls.call("POST", "/api/tasks/next", wish.body(self.processor))
-        except ConnectionError as error:
+        except (ConnectionError, asyncio.CancelledError) as error:
             wish.may_be_granted |= not isinstance(error, ConnectFailed)
             raise
         if answer.status == 204:
@@ -217,9 +218,12 @@ class TaskCalls:
                         await asyncio.sleep(delay_seconds(failures))
                         failures += 1
                         asking = self._ask(wish)
-                if task is not None:
-                    await self._give_back(task)
                 wish.may_be_granted = False
+                if task is not None:
+                    try:
+                        await self._give_back(task)
+                    finally:
+                        wish.may_be_granted = not task.is_told  # else it may be somebody else's by the time it is asked for
 
     async def _give_back(self, task: RemoteTask) -> None:
         """Release, again and again until there is an answer: the limit is the caller's."""
