@@ -186,3 +186,17 @@ async def test_a_server_that_does_not_end_holds_up_its_daemon_within_the_budget_
     assert time.monotonic() - began < 60
     is_free.set()
     await await_for(lambda: "http" not in {thread.name for thread in threading.enumerate()})
+
+
+@pytest.mark.parametrize(("all_went_back", "status"), [(True, 0), (False, 75)])
+def test_what_the_server_leaves_to_the_end_of_its_lease_decides_the_status_of_its_daemon(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, all_went_back: bool, status: int
+) -> None:
+    async def finish(api: Api, limit_seconds: float) -> bool:
+        return all_went_back
+
+    monkeypatch.setattr(Api, "finish", finish)
+    worker = Worker(Handlers(), quick(database_url))
+    with Hosting(worker.settings, host="127.0.0.1", port=0).beside(worker):
+        pass
+    assert worker.status == status

@@ -23,6 +23,7 @@ from worker.api.problems import Problem
 from worker.api.state import Api, make_api
 from worker.settings import load_settings
 from worker.store.connection import ConnectFailed, Connection, Database
+from worker.store.tasks import Task
 
 PATIENT = {"WORKER_LEASE_SECONDS": "600", "WORKER_CLAIM_TIMEOUT_SECONDS": "30", "WORKER_QUERY_TIMEOUT_SECONDS": "30"}
 HOLD_UP = """
@@ -158,3 +159,21 @@ async def test_a_claim_that_may_still_commit_after_the_end_is_named(database_url
             db.execute(LET_GO)
             await await_for(lambda: db.execute(JOBS).fetchall() == [("running", 1)])
         assert said(log) == ["claim_failed"]
+
+
+async def test_what_is_still_on_its_way_back_at_the_end_is_named() -> None:
+    nothing: dict[str, Any] = dict.fromkeys(Task._fields)
+    task = Task(**nothing | {"id": 7, "kind": "resize", "queue": "images", "fence": 9, "attempt": 2, "expires_in_ms": 600_000})
+    api = make_api(load_settings({"DATABASE_URL": "postgresql://nobody@127.0.0.1:1/none"}), Tokens([]), NoPool())
+    with listening() as log:
+        loops = asyncio.create_task(api.run())
+        try:
+            api.outcomes.give_back(task, "http:p")
+            assert not await asyncio.wait_for(api.finish(0.5), 20)
+        finally:
+            loops.cancel()
+            await asyncio.wait({loops})
+            await api.close()
+        [left] = log.find(events.COMPLETION_DEFERRED, job_id=7)
+    assert (left["kind"], left["queue"], left["attempt"], left["fence"]) == ("resize", "images", 2, 9)
+    assert "left to lease expiry" in left["error"]

@@ -20,6 +20,7 @@ from worker.api.auth import Tokens, read_tokens
 from worker.api.hosts import PoolHost
 from worker.api.listening import Server, bind
 from worker.api.state import LANES, Api, make_api
+from worker.drain import LEFT_TO_EXPIRY
 from worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Hosting:
         self._settings = settings
         self._tokens: Tokens = read_tokens(settings)
         self._sockets: list[socket.socket] = bind(host, port, self._tokens)
+        self._all_went_back = True
 
     @contextlib.contextmanager
     def beside(self, worker: Worker) -> Iterator[None]:
@@ -54,6 +56,8 @@ class Hosting:
         finally:
             over.set()
             ending.join_loop(thread, max(min(_JOIN_SECONDS, worker.stop_left_seconds), _END_SECONDS))
+            if not self._all_went_back:
+                worker.status = worker.status or LEFT_TO_EXPIRY
 
     def _turn(self, worker: Worker, over: threading.Event) -> None:
         try:
@@ -71,8 +75,9 @@ class Hosting:
             async with asyncio.TaskGroup() as group:
                 loops = group.create_task(api.run(), name="http loops")
                 watching = group.create_task(self._watch(api, worker, server, over), name="http watch")
+                self._all_went_back = False  # as far as is known until it is
                 await server.listen()
-                await api.finish(_FINISH_SECONDS)
+                self._all_went_back = await api.finish(_FINISH_SECONDS)
                 loops.cancel()
                 watching.cancel()
         finally:

@@ -66,7 +66,8 @@ class Outcomes:
             bytes_of=lambda ending: len(ending.outcome.result or "") if isinstance(ending.outcome, Succeeded) else 0,
         )
         self.run: Callable[[], Coroutine[object, object, None]] = self._coalescer.run
-        self._returning: set[asyncio.Task[None]] = set()
+        self._returning: dict[asyncio.Task[None], Task] = {}
+        self._some_is_left = False
 
     async def end(self, ending: Ending) -> Task:
         """The task after the attempt has ended so. Raises Problem when it has not."""
@@ -74,11 +75,13 @@ class Outcomes:
 
     def give_back(self, task: Task, owner: str) -> None:
         """Nobody was there to take this task: release it, at the next chance or a later one."""
-        if len(self._returning) < MOST_RETURNING:
-            ending = Ending("release", task.id, task.fence, owner, Released(reason="claim_lost"))
-            returning = asyncio.create_task(self._return(ending, (task.expires_in_ms or 0) / 1000), name="give back")
-            self._returning.add(returning)
-            returning.add_done_callback(self._returning.discard)
+        if len(self._returning) >= MOST_RETURNING:
+            self._leave(task)
+            return
+        ending = Ending("release", task.id, task.fence, owner, Released(reason="claim_lost"))
+        returning = asyncio.create_task(self._return(ending, (task.expires_in_ms or 0) / 1000), name="give back")
+        self._returning[returning] = task
+        returning.add_done_callback(self._returning.pop)
 
     async def _return(self, ending: Ending, lease_seconds: float) -> None:
         """Until it is told, or the lease is over: then the reaper takes the task back."""
@@ -96,12 +99,27 @@ class Outcomes:
             await asyncio.sleep(pause_seconds)
 
     async def finish(self, limit_seconds: float) -> bool:
-        """Nothing more is asked for: give back what is on its way back, within the limit. The rest expires; returns whether there
-        is none."""
-        if not self._returning:
-            return True
-        _, pending = await asyncio.wait(self._returning, timeout=limit_seconds)
-        return not pending
+        """Nothing more is asked for: give back what is on its way back, within the limit. The rest expires, and is named; returns
+        whether nothing ever had to."""
+        if self._returning:
+            await asyncio.wait(set(self._returning), timeout=limit_seconds)
+        for task in self._returning.values():
+            self._leave(task)
+        return not self._some_is_left
+
+    def _leave(self, task: Task) -> None:
+        """To the end of its lease, by name."""
+        self._some_is_left = True
+        logs.emit(
+            events.COMPLETION_DEFERRED,
+            job_id=task.id,
+            kind=task.kind,
+            queue=task.queue,
+            attempt=task.attempt,
+            fence=task.fence,
+            error="not given back; left to lease expiry",
+            waiting=len(self._returning),
+        )
 
     async def _write_all(self, members: Sequence[Member]) -> None:
         """Write these; a group that is refused is halved until the one at fault is alone. Raises when the database is away."""
