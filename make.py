@@ -63,9 +63,9 @@ def run(*arguments):
 
 
 def test(*arguments):
-    """All tests, on a PostgreSQL of their own; three files at a time on two cores, since most of what they do is wait."""
+    """All tests, on a PostgreSQL of their own; four files at a time on two cores, since most of what they do is wait."""
     set_up()
-    workers = min((os.cpu_count() or 1) * 3 // 2, 6)
+    workers = min((os.cpu_count() or 1) * 2, 6)
     # In the order of collection, which begins with the slow files; xdist would begin with those that have many tests.
     spread = ("-n", str(workers if workers > 1 else 0), "--dist", "loadfile", "--no-loadscope-reorder")
     become("-m", "pytest", *spread, *arguments)
