@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -21,11 +22,13 @@ from tests.psql import grant
 from tests.roles import role, url_as
 from tests.servers import Server
 from tests.slots import Instance
-from tests.waiting import any_moment, wait_for
+from tests.waiting import any_moment, await_for, wait_for
 from tests.workplace import Workplace
+from worker import Leases
 from worker.errors import ConfigError
 from worker.generator import Generator
-from worker.store.connection import Lane
+from worker.store import generating
+from worker.store.connection import Connection, Database, Lane
 
 # --- stopping
 
@@ -96,6 +99,36 @@ def test_a_second_signal_does_not_wait_for_a_production(fleet: Fleet) -> None:
     leader.signal(signal.SIGTERM)
     assert leader.wait() in (0, 75)
     assert fleet.value("SELECT count(*) FROM ended") == 0
+
+
+async def test_a_second_signal_behind_the_production_leaves_its_last_look_alone(
+    instance: Instance, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells whether the lease was released, and so the exit status."""
+    await instance.db.execute("DELETE FROM leases")
+    lane, look = Lane(instance.database, "generator"), generating.status
+
+    async def look_in_a_hurry(connection: Connection, database: Database) -> generating.GeneratorStatus:
+        generator.hurry()
+        return await look(connection, database)
+
+    async with Leases(database_url, holder="me") as leases:
+        generator = Generator(
+            instance.database,
+            lane,
+            holder="me",
+            hold=lambda: leases.hold(generating.NAME, ttl_seconds=60),
+            lease_seconds=60,
+            poll_seconds=1,
+            statement_seconds=10,
+        )
+        running = asyncio.create_task(generator.run())
+        await await_for(lambda: generator.fence is not None)
+        monkeypatch.setattr(generating, "status", look_in_a_hurry)
+        generator.stop()
+        await running
+    await lane.close(1)
+    assert generator.fence is None
 
 
 def test_an_instance_as_process_1_stops_like_any_other(fleet: Fleet) -> None:

@@ -100,6 +100,7 @@ class Generator:
         self._kept_out = Patience(events.GENERATOR_FAILED, longest_seconds=_LONGEST_PAUSE_SECONDS)
         self._refused = _Tally(events.GENERATOR_FAILED)
         self._skipped = _Tally(events.GENERATOR_SKIPPED)
+        self._is_producing = False
         self.fence: int | None = None
         """Of the lease that this instance has, as far as it knows."""
         self.passed_at = local_seconds()
@@ -115,7 +116,8 @@ class Generator:
 
     def hurry(self) -> None:
         """Do not wait for a production in flight."""
-        self._lane.drop()
+        if self._is_producing:  # all else is quick, and tells whether the lease was released
+            self._lane.drop()
 
     async def run(self) -> None:
         """Stand by or produce until `stop`. Waits out a database that is absent or refuses us; whatever this raises is a bug."""
@@ -193,15 +195,19 @@ class Generator:
 
     async def _produce(self, fence: int) -> Production:
         connection = await self._lane.get()
-        async with asyncio.timeout(self._statement_seconds):
-            made = await generating.produce(
-                connection,
-                self._database,
-                holder=self._holder,
-                fence=fence,
-                late_seconds=self._late_seconds,
-                most=MOST_SLOTS,
-            )
+        self._is_producing = True
+        try:
+            async with asyncio.timeout(self._statement_seconds):
+                made = await generating.produce(
+                    connection,
+                    self._database,
+                    holder=self._holder,
+                    fence=fence,
+                    late_seconds=self._late_seconds,
+                    most=MOST_SLOTS,
+                )
+        finally:
+            self._is_producing = False
         self._note_answer()
         if made.produced:
             logs.emit(events.GENERATOR_PRODUCED, jobs=made.produced, fence=fence)
