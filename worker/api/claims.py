@@ -187,15 +187,7 @@ class Claims:
         owner = same[0].wish.wish.owner
         if is_new:
             REMOTE.claimed += 1
-            logs.emit(
-                events.JOB_CLAIMED,
-                job_id=task.id,
-                kind=task.kind,
-                queue=task.queue,
-                attempt=task.attempt,
-                fence=task.fence,
-                processor=task.processor,
-            )
+            logs.emit(events.JOB_CLAIMED, **task.log_fields())
 
         def give_back() -> None:
             # What an earlier request has claimed may be in good hands.

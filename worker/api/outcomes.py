@@ -112,11 +112,7 @@ class Outcomes:
         self._some_is_left = True
         logs.emit(
             events.COMPLETION_DEFERRED,
-            job_id=task.id,
-            kind=task.kind,
-            queue=task.queue,
-            attempt=task.attempt,
-            fence=task.fence,
+            **task.log_fields(),
             error="not given back; left to lease expiry",
             waiting=len(self._returning),
         )

@@ -49,6 +49,17 @@ class Task(NamedTuple):
     completed_at: str | None
     output: str | None
 
+    def log_fields(self) -> dict[str, object]:
+        """What the events about a job carry, and who holds it."""
+        return {
+            "job_id": self.id,
+            "kind": self.kind,
+            "queue": self.queue,
+            "attempt": self.attempt,
+            "fence": self.fence,
+            "processor": self.processor,
+        }
+
 
 REMOTE = f"j.lease_owner ^@ '{OWNER_PREFIX}'"
 # Whoever writes into `meta` by hand makes no list fail: what no claim can have asked for counts as nothing.
