@@ -142,8 +142,8 @@ class TaskCalls:
     ) -> RemoteTask | None:
         """A task, or None when none is due. A lost answer is asked for again: the same task comes.
 
-        Raises ConnectionError after a few tries, ValueError for terms that are refused. Who is cancelled meanwhile holds nothing, if
-        that can be told within `timeout_seconds`. What an answer that was lost may have given, and has not been given back, is
+        Raises ConnectionError after a few tries, ValueError for terms that are refused. Who is cancelled meanwhile holds nothing,
+        if that can be told within `timeout_seconds`. What an answer that was lost may have given, and has not been given back, is
         asked for by the next claim on the same terms.
         """
         if isinstance(kinds, str):
